@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-import safetensors.torch
 import torch
 import torchmetrics
-from torch.utils.data import DataLoader
 
 from ray_app.plan.order import Plan
 from tests.support import generated_programs as programs
+from tests.support import program_search
 from tests.support.generated_programs import EVAL_ROWS, ROWS, Ended, Program
+from tests.support.program_search import complete, planned_batches, sums
 
 _SHARED = ("loss", "body", "schedule", "batch", "logical_workers", "last_batch", "clip", "epochs", "precision")
 HOOKS: dict[str, Any] = {
@@ -68,17 +69,12 @@ ALLOWED = {
 
 def adapt(drawn: Program) -> Program:
     """Returns a drawn program without choices that exclude each other, with the keys of `generated_programs`."""
-    program = {name: options[0] for name, options in programs.GRAMMAR.items()} | {"weights": True} | drawn
+    program = drawn | {"weights": True}
     # What a batch changes is that of a logical worker's rows, which one process without accumulation does not have.
-    if program["body"] in ("batch norm", "counter") or program["batch"] == ROWS:
-        program["accumulate"] = False
-    if program["accumulate"]:
-        program["last_batch"], program["logical_workers"] = "drop", max(2, program["logical_workers"])
-    elif program["body"] == "batch norm" or program["form"] != "module" or program["loss"] > 1:
+    program["accumulate"] &= program["body"] not in ("batch norm", "counter")
+    if program["body"] == "batch norm" or program["form"] != "module" or program["loss"] > 1:
         program["logical_workers"] = 1
-    while program["batch"] % program["logical_workers"]:
-        program["logical_workers"] //= 2
-    return program
+    return complete(program)
 
 
 class Module(pl.LightningModule):
@@ -189,38 +185,18 @@ def initial_module(program: Program) -> Module:
 
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
     """Writes data and initial parameters of a program to a folder, and returns the fields of its configuration."""
-    fields = programs.configuration(program | {"form": "module"}, folder)
-    initial = {name: value.contiguous().clone() for name, value in initial_module(program).state_dict().items()}
-    safetensors.torch.save_file(initial, fields["train__init_from"])
     batch = {name: name for name in "xyw"} if program["batch_as"] == "dict" else list("xyw")
     module = {"class_path": f"{__name__}.build", "init_args": {"program": program}}
     arguments = {"module": module, "batch": batch, "target": "y"}
     task = {"class_path": "ray_app.task.lightning.LightningTask", "init_args": arguments}
-    del fields["optimizer"], fields["schedule"]
+    fields = program_search.configuration(program, folder, initial_module(program))
     return fields | {"task": task, "evaluate__batch_size": program["eval_batch"]}
 
 
-class Batches:
-    """A data set of Lightning's loaders: each item is a batch; and the rows of each, one epoch after the other."""
-
-    def __init__(self, program: Program, rows: int, seed: int, epochs: list[list[np.ndarray]]) -> None:
-        self.columns = programs.to_tensors(programs.make_columns(program, rows, seed))
-        self.as_dict, self.epochs, self.epoch = program["batch_as"] == "dict", epochs, 0
-
-    def __getitem__(self, rows: np.ndarray) -> Any:
-        batch = {name: self.columns[name][rows] for name in "xyw"}
-        return batch if self.as_dict else tuple(batch.values())
-
-    def __len__(self) -> int:
-        return len(self.epochs[0])
-
-    def __iter__(self) -> Any:
-        self.epoch += 1
-        return iter(self.epochs[self.epoch - 1])
-
-    def loader(self) -> Any:
-        data: Any = self
-        return DataLoader(data, batch_size=None, sampler=self)
+def make_batch(program: Program, rows: int, seed: int, chosen: np.ndarray) -> Any:
+    columns = programs.to_tensors(programs.make_columns(program, rows, seed))
+    batch = {name: columns[name][chosen] for name in "xyw"}
+    return batch if program["batch_as"] == "dict" else tuple(batch.values())
 
 
 class Recorder(pl.Callback):
@@ -250,28 +226,17 @@ def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, f
     """Trains and evaluates a program by Lightning's Trainer; returns the end, and what each batch logged."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="pytorch_lightning")
-    parts, size = program["logical_workers"] if program["accumulate"] else 1, program["eval_batch"]
-    steps = [np.array_split(step, parts) for step in programs.batches(plan, program["epochs"])]
-    lengths = range(0, len(steps), plan.steps_per_epoch)
-    epochs = [[part for step in steps[k : k + plan.steps_per_epoch] for part in step] for k in lengths]
+    batches, parts = planned_batches(program, plan, partial(make_batch, program, ROWS, 0))
+    chunks = np.split(np.arange(EVAL_ROWS), range(program["eval_batch"], EVAL_ROWS, program["eval_batch"]))
     module, recorder = initial_module(program), Recorder()
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=program["epochs"],
-        precision="bf16-mixed" if program["precision"] == "bf16" else "32-true",
-        gradient_clip_val=program["clip"],
-        accumulate_grad_batches=parts,
-        callbacks=[recorder],
-        log_every_n_steps=1,
-        enable_model_summary=False,
-        **quiet,
-    )
-    trainer.fit(module, Batches(program, ROWS, 0, epochs).loader())
-    held_out = [[np.arange(low, min(low + size, EVAL_ROWS)) for low in range(0, EVAL_ROWS, size)]]
-    [values] = trainer.validate(module, Batches(program, EVAL_ROWS, 1, held_out).loader(), verbose=False)
-    losses = [sum(recorder.losses[at : at + parts]) for at in range(0, len(recorder.losses), parts)]
-    ended = Ended(module.state_dict(), losses, _values(values, "_epoch", "_step"))
+    off = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
+    options: dict[str, Any] = {**dict.fromkeys(off, False), "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1}
+    options |= {"max_epochs": program["epochs"], "accumulate_grad_batches": parts, "gradient_clip_val": program["clip"]}
+    precision: Any = "bf16-mixed" if program["precision"] == "bf16" else "32-true"
+    trainer = pl.Trainer(precision=precision, callbacks=[recorder], **options)
+    trainer.fit(module, batches)
+    held_out = program_search.Epochs([[make_batch(program, EVAL_ROWS, 1, chunk) for chunk in chunks]])
+    [values] = trainer.validate(module, held_out, verbose=False)
+    ended = Ended(module.state_dict(), sums(recorder.losses, parts), _values(values, "_epoch", "_step"))
     # A value of an epoch alone has none of a step.
     return ended, recorder.logged if parts == 1 and program["log"] != "by epoch" else []

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import safetensors.torch
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
@@ -19,9 +18,12 @@ from ray_app.data.arrays import to_column
 from ray_app.plan.order import Plan
 from ray_app.task.transforms import instantiate
 from tests.support import generated_programs as programs
+from tests.support import program_search
 from tests.support.generated_programs import EVAL_ROWS, ROWS, Ended, Program
+from tests.support.program_search import complete, planned_batches, sums
 
 WORDS, LABELS = 20, 3
+OPTIMIZERS = {"AdamW": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad"}
 _BERT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
 _BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TEXT = _BERT | {"vocab_size": WORDS, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -51,17 +53,13 @@ GRAMMAR: dict[str, list[Any]] = {
     "model": list(range(6)),
     "rate": [0.003, 0.02],
     "weight_decay": [0.0, 0.3],
-    "optimizer": ["AdamW", "SGD", "Adagrad"],
-    "schedule": ["constant", "linear", "cosine", "constant_with_warmup", "polynomial"],
+    "optim": ["AdamW", "SGD", "Adagrad"],
+    "scheduler": ["constant", "linear", "cosine", "constant_with_warmup", "polynomial"],
     "warmup": [0, 2],
     "smoothing": [0.0, 0.2],
     "clip": [1.0, 0.1, None],
-    "batch": [12, 16, 46, 8],
-    "logical_workers": [1, 2, 4],
     "accumulate": [False, True],
-    "last_batch": ["keep", "drop"],
-    "epochs": [1, 2],
-    "precision": ["fp32", "bf16"],
+    **{name: programs.GRAMMAR[name] for name in ("batch", "logical_workers", "last_batch", "epochs", "precision")},
 }
 RARE = ()
 ALLOWED: dict[str, str] = {}
@@ -72,14 +70,10 @@ def adapt(program: Program) -> Program:
     if program["kind"] == "next" or program["kind"] in ("number", "labels"):
         program["smoothing"] = 0.0
     # Trainer takes means of means over words where the model does not take the number of words.
-    program["accumulate"] &= program["batch"] != ROWS and program["kind"] not in ("words", "masked")
-    if program["accumulate"]:
-        program["last_batch"], program["logical_workers"] = "drop", max(2, program["logical_workers"])
+    program["accumulate"] &= program["kind"] not in ("words", "masked")
     if program["epochs"] == 1 and program["batch"] == ROWS:
         program["warmup"] = 0
-    while program["batch"] % program["logical_workers"]:
-        program["logical_workers"] //= 2
-    return program
+    return complete(program)
 
 
 def specification(program: Program) -> dict[str, Any]:
@@ -134,14 +128,16 @@ def schedule(program: Program) -> dict[str, Any] | None:
     """Returns a schedule of torch that gives the rates of Trainer's."""
     steps = ROWS / program["batch"]
     total = program["epochs"] * (int(steps) if program["last_batch"] == "drop" else math.ceil(steps))
-    warmup, rest = (program["warmup"], total - program["warmup"]) if program["schedule"] != "constant" else (0, total)
+    warmup, rest = (
+        (program["warmup"], max(1, total - program["warmup"])) if program["scheduler"] != "constant" else (0, total)
+    )
     then = {
         "linear": ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": rest}),
         "cosine": ("CosineAnnealingLR", {"T_max": rest}),
         "polynomial": ("PolynomialLR", {"total_iters": rest}),
     }
     first = ("LinearLR", {"start_factor": 1e-9, "total_iters": max(1, warmup)})
-    parts = [first, then.get(program["schedule"], ("ConstantLR", {"factor": 1.0}))]
+    parts = [first, then.get(program["scheduler"], ("ConstantLR", {"factor": 1.0}))]
     specs = [{"class_path": f"torch.optim.lr_scheduler.{name}", "init_args": options} for name, options in parts]
     if not warmup:
         return specs[1]
@@ -152,9 +148,8 @@ def schedule(program: Program) -> dict[str, Any] | None:
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
     """Writes data and initial parameters of a program to a folder, and returns the fields of its configuration."""
     kind, rate, decay = program["kind"], program["rate"], program["weight_decay"]
-    initial = {name: value.contiguous().clone() for name, value in initial_model(program).state_dict().items()}
+    fields = program_search.configuration(program, folder, initial_model(program))
     train, held_out = (write_rows(folder / str(n), make_rows(program, n, n)) for n in (ROWS, EVAL_ROWS))
-    safetensors.torch.save_file(initial, folder / "initial.safetensors")
     smoothing = {"label_smoothing": program["smoothing"]} if program["smoothing"] else {}
     arguments: dict[str, Any] = {"model": specification(program), "tokens": "x"}
     if kind != "next":
@@ -163,27 +158,15 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
         arguments = {"model": specification(program), "inputs": inputs, "target": "y", "loss": loss, "output": "logits"}
         arguments |= {"classes_last": True} if kind in ("words", "masked") else {}
     task = "language_model.CausalLanguageModel" if kind == "next" else "module.ModuleTask"
-    optimizer, options = program["optimizer"], {"lr": rate, "weight_decay": decay}
+    optimizer, options = program["optim"], {"lr": rate, "weight_decay": decay}
     options |= {"eps": 1e-4} if optimizer == "AdamW" else {}
     groups = [{"norms_and_biases": True, "weight_decay": 0.0}]
-    return {
+    return fields | {
         "task": {"class_path": f"ray_app.task.{task}", "init_args": arguments},
         "optimizer": {"class_path": f"torch.optim.{optimizer}", "init_args": options, "groups": groups},
         "schedule": schedule(program),
         "data__path": train,
         "data__eval_path": held_out,
-        "data__global_batch_size": program["batch"],
-        "data__last_batch": program["last_batch"],
-        "scaling__logical_workers": program["logical_workers"],
-        "scaling__max_workers": program["logical_workers"],
-        "train__epochs": program["epochs"],
-        "train__grad_clip_norm": program["clip"],
-        "train__precision": program["precision"],
-        "train__init_from": str(folder / "initial.safetensors"),
-        "evaluate__batch_size": EVAL_ROWS,
-        "evaluate__where": "workers",
-        "tracking__enabled": False,
-        "run__storage_path": str(folder),
     }
 
 
@@ -191,7 +174,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Returns a batch as the collators of `transformers` make it, with labels of -100 for padding."""
     inputs = [torch.as_tensor(row["x"]) for row in rows]
     # Trainer divides by the number of labels, and the first token has nothing before it that predicts it.
-    labels = [torch.as_tensor(row.get("y", np.r_[-100, row["x"][1:]])) for row in rows]
+    labels = [torch.as_tensor(row["y"] if "y" in row else np.r_[-100, row["x"][1:]]) for row in rows]
     if inputs[0].ndim > 1:
         return {"pixel_values": torch.stack(inputs), "labels": torch.stack(labels)}
     is_list = len({label.shape for label in labels}) > 1
@@ -216,51 +199,31 @@ class Trainer(transformers.Trainer):
         return loss
 
 
-class Epochs(list[Any]):
-    """The batches of each epoch, one after the other."""
-
-    def __init__(self, epochs: list[Any]) -> None:
-        super().__init__(epochs[0])
-        self.following = iter(epochs)
-
-    def __iter__(self) -> Any:
-        return iter(next(self.following))
-
-
 def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, float]]]:
     """Trains and evaluates a program by Trainer; returns the end, and nothing that batches logged."""
     transformers.logging.set_verbosity_error()
-    rows, parts = make_rows(program, ROWS, ROWS), program["logical_workers"] if program["accumulate"] else 1
-    steps = [np.array_split(step, parts) for step in programs.batches(plan, program["epochs"])]
-    made = [[collate([rows[row] for row in part]) for part in step] for step in steps]
-    size = plan.steps_per_epoch
-    epochs = [[batch for step in made[k : k + size] for batch in step] for k in range(0, len(made), size)]
-    optimizers = {"AdamW": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad"}
+    rows = make_rows(program, ROWS, ROWS)
+    batches, parts = planned_batches(program, plan, lambda chosen: collate([rows[row] for row in chosen]))
+    held_out: Any = [collate(make_rows(program, EVAL_ROWS, EVAL_ROWS))]
+    is_constant, decay = program["scheduler"] == "constant", program["weight_decay"]
+    options = {
+        "learning_rate": program["rate"],
+        "weight_decay": decay,
+        "adam_epsilon": 1e-4,
+        "optim": OPTIMIZERS[program["optim"]],
+    }
+    options |= {"lr_scheduler_type": program["scheduler"], "warmup_steps": 0 if is_constant else program["warmup"]}
+    options |= {"label_smoothing_factor": program["smoothing"], "max_grad_norm": program["clip"] or 0.0}
+    options |= {"num_train_epochs": program["epochs"], "gradient_accumulation_steps": parts, "use_cpu": True}
+    options |= {
+        "bf16": program["precision"] == "bf16",
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        arguments = transformers.TrainingArguments(
-            output_dir=folder,
-            num_train_epochs=program["epochs"],
-            per_device_eval_batch_size=EVAL_ROWS,
-            learning_rate=program["rate"],
-            weight_decay=program["weight_decay"],
-            adam_epsilon=1e-4,
-            optim=optimizers[program["optimizer"]],
-            lr_scheduler_type=program["schedule"],
-            warmup_steps=program["warmup"] if program["schedule"] != "constant" else 0,
-            label_smoothing_factor=program["smoothing"],
-            max_grad_norm=program["clip"] or 0.0,
-            gradient_accumulation_steps=parts,
-            bf16=program["precision"] == "bf16",
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
-        held_out: Any = [collate(make_rows(program, EVAL_ROWS, EVAL_ROWS))]
-        data: Any = Epochs(epochs)
-        trainer = Trainer(initial_model(program), arguments, None, data, held_out)
+        arguments = transformers.TrainingArguments(output_dir=folder, **options)
+        trainer = Trainer(initial_model(program), arguments, None, batches, held_out)
         trainer.train()
-        values = trainer.evaluate()
-    losses = [sum(trainer.losses[at : at + parts]) for at in range(0, len(trainer.losses), parts)]
-    return Ended(trainer.model.state_dict(), losses, {"loss": values["eval_loss"]}), []
+        loss = trainer.evaluate()["eval_loss"]
+    return Ended(trainer.model.state_dict(), sums(trainer.losses, parts), {"loss": loss}), []

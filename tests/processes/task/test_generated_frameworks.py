@@ -112,6 +112,6 @@ def test_generated_programs_give_what_the_tool_gives(name: str) -> None:
     faults: dict[str, Program] = {}
     for seed in range(SEARCHED):
         if difference(tool, program := draw(tool, seed)):
-            simplest = shrink(tool.GRAMMAR, program, lambda changed: difference(tool, tool.adapt(changed)))
+            simplest = shrink(tool.GRAMMAR, program, lambda changed: bool(difference(tool, tool.adapt(changed))))
             faults.setdefault(difference(tool, simplest), simplest)
     assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
