@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 
 from ray_app.data.arrays import to_column
 from ray_app.plan.order import Plan
@@ -40,13 +40,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "ViT": _BERT | {"image_size": 8, "patch_size": 4},
 }
 KINDS = {
-    "class": ("ForSequenceClassification", "CrossEntropy", ["Bert", "Electra", "Albert", "GPT2", "Llama", "Qwen2"]),
-    "number": ("ForSequenceClassification", "MSE", ["Bert", "Albert", "GPT2", "Llama"]),
-    "labels": ("ForSequenceClassification", "BCEWithLogits", ["Bert", "Electra", "GPT2"]),
-    "words": ("ForTokenClassification", "CrossEntropy", ["Bert", "Electra", "GPT2"]),
-    "masked": ("ForMaskedLM", "CrossEntropy", ["Bert", "Electra", "Albert"]),
-    "next": ("ForCausalLM", "", ["GPT2", "Llama", "Qwen2"]),
-    "image": ("ForImageClassification", "CrossEntropy", ["ViT"]),
+    "class": ("SequenceClassification", "CrossEntropy", ["Bert", "Electra", "Albert", "GPT2", "Llama", "Qwen2"]),
+    "number": ("SequenceClassification", "MSE", ["Bert", "Albert", "GPT2", "Llama"]),
+    "labels": ("SequenceClassification", "BCEWithLogits", ["Bert", "Electra", "GPT2"]),
+    "words": ("TokenClassification", "CrossEntropy", ["Bert", "Electra", "GPT2"]),
+    "masked": ("MaskedLM", "CrossEntropy", ["Bert", "Electra", "Albert"]),
+    "next": ("CausalLM", "", ["GPT2", "Llama", "Qwen2"]),
+    "image": ("ImageClassification", "CrossEntropy", ["ViT"]),
 }
 GRAMMAR: dict[str, list[Any]] = {
     "kind": list(KINDS),
@@ -67,24 +67,21 @@ ALLOWED: dict[str, str] = {}
 
 def adapt(program: Program) -> Program:
     """Returns a drawn program without choices that exclude each other."""
-    if program["kind"] == "next" or program["kind"] in ("number", "labels"):
+    if program["kind"] in ("next", "number", "labels"):
         program["smoothing"] = 0.0
     # Trainer takes means of means over words where the model does not take the number of words.
     program["accumulate"] &= program["kind"] not in ("words", "masked")
-    if program["epochs"] == 1 and program["batch"] == ROWS:
-        program["warmup"] = 0
     return complete(program)
 
 
 def specification(program: Program) -> dict[str, Any]:
     """Returns the model by class path and arguments."""
-    suffix, _, names = KINDS[program["kind"]]
+    purpose, _, names = KINDS[program["kind"]]
     name = names[program["model"] % len(names)]
-    suffix = "LMHeadModel" if (name, suffix) == ("GPT2", "ForCausalLM") else suffix
     problem = {"number": "regression", "labels": "multi_label_classification"}.get(program["kind"])
     own = {"num_labels": 1 if program["kind"] == "number" else LABELS} | ({"problem_type": problem} if problem else {})
     config = {"class_path": f"transformers.{name}Config", "init_args": MODELS[name] | own}
-    return {"class_path": f"transformers.{name}{suffix}", "init_args": {"config": config}}
+    return {"class_path": f"transformers.AutoModelFor{purpose}.from_config", "init_args": {"config": config}}
 
 
 def initial_model(program: Program) -> Any:
@@ -124,25 +121,12 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(folder)
 
 
-def schedule(program: Program) -> dict[str, Any] | None:
-    """Returns a schedule of torch that gives the rates of Trainer's."""
-    steps = ROWS / program["batch"]
-    total = program["epochs"] * (int(steps) if program["last_batch"] == "drop" else math.ceil(steps))
-    warmup, rest = (
-        (program["warmup"], max(1, total - program["warmup"])) if program["scheduler"] != "constant" else (0, total)
-    )
-    then = {
-        "linear": ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": rest}),
-        "cosine": ("CosineAnnealingLR", {"T_max": rest}),
-        "polynomial": ("PolynomialLR", {"total_iters": rest}),
-    }
-    first = ("LinearLR", {"start_factor": 1e-9, "total_iters": max(1, warmup)})
-    parts = [first, then.get(program["scheduler"], ("ConstantLR", {"factor": 1.0}))]
-    specs = [{"class_path": f"torch.optim.lr_scheduler.{name}", "init_args": options} for name, options in parts]
-    if not warmup:
-        return specs[1]
-    arguments = {"schedulers": specs, "milestones": [warmup]}
-    return {"class_path": "torch.optim.lr_scheduler.SequentialLR", "init_args": arguments}
+class TrainerRates(LambdaLR):
+    """The learning rates of Trainer over all steps of the run."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: str, warmup: int, total_steps: int = 1) -> None:
+        other = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
+        super().__init__(optimizer, transformers.get_scheduler(kind, other, warmup, total_steps).lr_lambdas[0])
 
 
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
@@ -150,6 +134,7 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
     kind, rate, decay = program["kind"], program["rate"], program["weight_decay"]
     fields = program_search.configuration(program, folder, initial_model(program))
     train, held_out = (write_rows(folder / str(n), make_rows(program, n, n)) for n in (ROWS, EVAL_ROWS))
+    rates = {"kind": program["scheduler"], "warmup": program["warmup"]}
     smoothing = {"label_smoothing": program["smoothing"]} if program["smoothing"] else {}
     arguments: dict[str, Any] = {"model": specification(program), "tokens": "x"}
     if kind != "next":
@@ -164,7 +149,7 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
     return fields | {
         "task": {"class_path": f"ray_app.task.{task}", "init_args": arguments},
         "optimizer": {"class_path": f"torch.optim.{optimizer}", "init_args": options, "groups": groups},
-        "schedule": schedule(program),
+        "schedule": {"class_path": f"{__name__}.TrainerRates", "init_args": rates},
         "data__path": train,
         "data__eval_path": held_out,
     }
@@ -205,14 +190,14 @@ def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, f
     rows = make_rows(program, ROWS, ROWS)
     batches, parts = planned_batches(program, plan, lambda chosen: collate([rows[row] for row in chosen]))
     held_out: Any = [collate(make_rows(program, EVAL_ROWS, EVAL_ROWS))]
-    is_constant, decay = program["scheduler"] == "constant", program["weight_decay"]
+    decay = program["weight_decay"]
     options = {
         "learning_rate": program["rate"],
         "weight_decay": decay,
         "adam_epsilon": 1e-4,
         "optim": OPTIMIZERS[program["optim"]],
     }
-    options |= {"lr_scheduler_type": program["scheduler"], "warmup_steps": 0 if is_constant else program["warmup"]}
+    options |= {"lr_scheduler_type": program["scheduler"], "warmup_steps": program["warmup"]}
     options |= {"label_smoothing_factor": program["smoothing"], "max_grad_norm": program["clip"] or 0.0}
     options |= {"num_train_epochs": program["epochs"], "gradient_accumulation_steps": parts, "use_cpu": True}
     options |= {
@@ -224,6 +209,9 @@ def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(output_dir=folder, **options)
         trainer = Trainer(initial_model(program), arguments, None, batches, held_out)
+        # Trainer 5.23 takes any model with **kwargs for one that divides by the number of labels, and adds up the losses
+        # of accumulated parts of one that does not.
+        trainer.model_accepts_loss_kwargs = program["kind"] == "next"
         trainer.train()
         loss = trainer.evaluate()["eval_loss"]
     return Ended(trainer.model.state_dict(), sums(trainer.losses, parts), {"loss": loss}), []
