@@ -209,7 +209,7 @@ def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, f
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(output_dir=folder, **options)
         trainer = Trainer(initial_model(program), arguments, None, batches, held_out)
-        # Trainer 5.23 takes any model with **kwargs for one that divides by the number of labels, and adds up the losses
+        # Trainer 5.23 takes any model with **kwargs for one that divides by the number of labels, and adds up losses
         # of accumulated parts of one that does not.
         trainer.model_accepts_loss_kwargs = program["kind"] == "next"
         trainer.train()
