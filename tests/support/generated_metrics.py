@@ -42,7 +42,8 @@ METRICS = {
     "detection": ["detection.MeanAveragePrecision", "detection.IntersectionOverUnion"],
     "aggregation": [f"aggregation.{name}Metric" for name in ("Mean", "Sum", "Max", "Min", "Cat")],
 }
-"""Metrics by what they compare; the last four kinds are updated by a task of one's own."""
+_OWN = ("retrieval", "text", "detection", "aggregation")
+"""Kinds of metrics that a task of one's own updates."""
 _ARGUMENTS: dict[str, list[Any]] = {
     "average": [None, "micro", "macro", "weighted", "none"],
     "top_k": [None, 2],
@@ -71,7 +72,10 @@ GRAMMAR: dict[str, list[Any]] = {
     **_ARGUMENTS,
 }
 RARE = ("wrap", "ignore_index", "multidim_average")
-ALLOWED = {"cannot be put together from parts": "torchmetrics defines no reduction for its state."}
+ALLOWED = {
+    "cannot be put together from parts": "torchmetrics defines no reduction for its state.",
+    "must be non-empty": "a retrieval metric itself refuses a batch of which ignore_index leaves no row.",
+}
 LOSSES = {"binary": "BCEWithLogits", "labels": "BCEWithLogits", "class": "CrossEntropy", "places": "CrossEntropy"}
 _REQUIRED = {"beta": 2.0, "p": 3.0, "num_classes": CLASSES, "num_labels": CLASSES, "threshold": 0.5}
 _REQUIRED |= {f"min_{name}": 0.5 for name in ("precision", "recall", "sensitivity", "specificity")}
@@ -79,6 +83,8 @@ _REQUIRED |= {f"min_{name}": 0.5 for name in ("precision", "recall", "sensitivit
 
 def adapt(program: Program) -> Program:
     """Returns a drawn program without arguments that its metric refuses."""
+    if program["kind"] in _OWN:
+        program["wrap"] = None
     try:
         instantiate(specification(program), "metric")
     except (ValueError, ConfigError):
@@ -165,7 +171,6 @@ def make_columns(program: Program, rows: int) -> dict[str, np.ndarray]:
 def configuration(program: Program, folder: Path) -> dict[str, Any]:
     """Writes the data of a program to a folder, and returns the fields of its configuration."""
     kind = program["kind"]
-    own = kind in ("retrieval", "text", "detection", "aggregation")
     arguments = {
         "model": {"class_path": f"{__name__}.Scale"},
         "inputs": ["x", "group"],
@@ -173,7 +178,7 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
         "loss": {"class_path": f"torch.nn.{LOSSES.get(kind, 'MSE')}Loss"},
         "metrics": {"score": specification(program)},
     }
-    task = f"{__name__}.MetricTask" if own else "ray_app.task.module.ModuleTask"
+    task = f"{__name__}.MetricTask" if kind in _OWN else "ray_app.task.module.ModuleTask"
     return {
         "task": {"class_path": task, "init_args": arguments},
         "data__path": write_rows(folder / "train", make_columns(program, 24)),
