@@ -338,9 +338,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
             " optimizer and at most one scheduler can be used. Several optimizers take turns by `optimizers` in the"
             " configuration, with a Task that has loss_for_optimizer."
         )
-    settings: dict[str, Any] = {}
-    if schedulers:
-        settings = schedulers[0] if isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]}
+    first = schedulers[0] if schedulers else {}
+    settings: dict[str, Any] = first if isinstance(first, dict) else {"scheduler": first}
     _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))
     schedule = settings.get("scheduler")
     if schedule is None:

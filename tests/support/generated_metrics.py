@@ -21,7 +21,7 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.transforms import instantiate
 from tests.support.generated_programs import Program, to_tensors, write_rows
 
-CLASSES, PLACES, GROUPS = 4, 3, 5
+CLASSES, GROUPS = 4, 5
 _NO_TEXT = ("BERTScore", "InfoLM", "SQuAD", "ROUGEScore", "Perplexity")
 
 
@@ -42,7 +42,7 @@ METRICS = {
     "detection": ["detection.MeanAveragePrecision", "detection.IntersectionOverUnion"],
     "aggregation": [f"aggregation.{name}Metric" for name in ("Mean", "Sum", "Max", "Min", "Cat")],
 }
-_OWN = ("retrieval", "text", "detection", "aggregation")
+OF_OWN_TASKS = ("retrieval", "text", "detection", "aggregation")
 """Kinds of metrics that a task of one's own updates."""
 _ARGUMENTS: dict[str, list[Any]] = {
     "average": [None, "micro", "macro", "weighted", "none"],
@@ -83,7 +83,7 @@ _REQUIRED |= {f"min_{name}": 0.5 for name in ("precision", "recall", "sensitivit
 
 def adapt(program: Program) -> Program:
     """Returns a drawn program without arguments that its metric refuses."""
-    if program["kind"] in _OWN:
+    if program["kind"] in OF_OWN_TASKS:
         program["wrap"] = None
     try:
         instantiate(specification(program), "metric")
@@ -138,10 +138,10 @@ def update_metric(kind: str, metric: Any, outputs: Tensor, batch: Any) -> None:
         case "retrieval":
             metric.update(outputs.sigmoid(), y.long(), indexes=batch["group"])
         case "text":
-            said, truth = (
+            hypotheses, truth = (
                 [" ".join(f"w{word}" for word in row) for row in v.argsort(1).tolist()] for v in (outputs, y)
             )
-            metric.update(said, [[text] for text in truth] if hasattr(metric, "n_gram") else truth)
+            metric.update(hypotheses, [[text] for text in truth] if hasattr(metric, "n_gram") else truth)
         case "detection":
             pairs = (torch.cat((v[:, :2], v[:, :2] + v[:, 2:].abs() + 0.1), 1) for v in (outputs, y))
             boxes, truths = ([{"boxes": b, "labels": n} for b, n in zip(v[:, None], labels[:, None])] for v in pairs)  # noqa: B905
@@ -155,7 +155,7 @@ def update_metric(kind: str, metric: Any, outputs: Tensor, batch: Any) -> None:
 def make_columns(program: Program, rows: int) -> dict[str, np.ndarray]:
     """Returns scores, target and group of each row; with `absent` a class has no row, with `ties` scores are equal."""
     source, kind = np.random.default_rng(program["seed"]), program["kind"]
-    shape = dict.fromkeys(("binary", "number", "retrieval", "aggregation"), ()) | {"places": (CLASSES, PLACES)}
+    shape = dict.fromkeys(("binary", "number", "retrieval", "aggregation"), ()) | {"places": (CLASSES, 3)}
     x = source.normal(size=(rows, *shape.get(kind, (CLASSES,)))).astype(np.float32)
     x = (x * 2).round() / 2 if program["ties"] else x
     y: np.ndarray = x + source.normal(size=x.shape).astype(np.float32)
@@ -178,7 +178,7 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
         "loss": {"class_path": f"torch.nn.{LOSSES.get(kind, 'MSE')}Loss"},
         "metrics": {"score": specification(program)},
     }
-    task = f"{__name__}.MetricTask" if kind in _OWN else "ray_app.task.module.ModuleTask"
+    task = f"{__name__}.MetricTask" if kind in OF_OWN_TASKS else "ray_app.task.module.ModuleTask"
     return {
         "task": {"class_path": task, "init_args": arguments},
         "data__path": write_rows(folder / "train", make_columns(program, 24)),
@@ -192,8 +192,8 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
 def compute_at_once(program: Program) -> dict[str, Any]:
     """Returns the results of the metric for one update with all rows, by the names that a collection gives them."""
     columns = to_tensors(make_columns(program, program["rows"]))
-    made = {"score": instantiate(specification(program), "metric")}
-    collection = torchmetrics.MetricCollection(made, compute_groups=False)
+    metrics = {"score": instantiate(specification(program), "metric")}
+    collection = torchmetrics.MetricCollection(metrics, compute_groups=False)
     update_metric(program["kind"], collection["score"], columns["x"], columns)
     values: dict[str, Any] = collection.compute()
     return values

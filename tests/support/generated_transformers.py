@@ -79,8 +79,10 @@ def specification(program: Program) -> dict[str, Any]:
     purpose, _, names = KINDS[program["kind"]]
     name = names[program["model"] % len(names)]
     problem = {"number": "regression", "labels": "multi_label_classification"}.get(program["kind"])
-    own = {"num_labels": 1 if program["kind"] == "number" else LABELS} | ({"problem_type": problem} if problem else {})
-    config = {"class_path": f"transformers.{name}Config", "init_args": MODELS[name] | own}
+    outputs = {"num_labels": 1 if program["kind"] == "number" else LABELS} | (
+        {"problem_type": problem} if problem else {}
+    )
+    config = {"class_path": f"transformers.{name}Config", "init_args": MODELS[name] | outputs}
     return {"class_path": f"transformers.AutoModelFor{purpose}.from_config", "init_args": {"config": config}}
 
 
@@ -92,7 +94,7 @@ def initial_model(program: Program) -> Any:
 def make_rows(program: Program, rows: int, seed: int) -> list[dict[str, Any]]:
     """Returns rows: tokens (or pixels) and what is learned of them."""
     source, kind = np.random.default_rng((program["seed"], seed)), program["kind"]
-    made: list[dict[str, Any]] = []
+    all_rows: list[dict[str, Any]] = []
     for _ in range(rows):
         tokens = source.integers(1, WORDS, source.integers(3, 12))
         pixels = source.normal(size=(3, 8, 8)).astype(np.float32)
@@ -104,8 +106,8 @@ def make_rows(program: Program, rows: int, seed: int) -> list[dict[str, Any]]:
             "words": tokens % LABELS,
             "masked": np.where(source.random(len(tokens)) < 0.5, tokens, -100),
         }
-        made.append({"x": pixels if kind == "image" else tokens} | ({"y": targets[kind]} if kind != "next" else {}))
-    return made
+        all_rows.append({"x": pixels if kind == "image" else tokens} | ({"y": targets[kind]} if kind != "next" else {}))
+    return all_rows
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:

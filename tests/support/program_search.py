@@ -17,6 +17,7 @@ from tests.support import generated_programs as programs
 from tests.support.generated_programs import ROWS, Program, simplest_failing
 
 Grammar = dict[str, list[Any]]
+SIMPLEST = {name: options[0] for name, options in programs.GRAMMAR.items()}
 
 
 def draw_choices(grammar: Grammar, seed: int, rare: Container[str] = ()) -> Program:
@@ -37,7 +38,7 @@ def shrink(grammar: Grammar, program: Program, fails: Callable[[Program], bool])
 
 def complete(program: Program) -> Program:
     """Returns a program with all keys of `generated_programs`, and with logical workers that share a batch equally."""
-    complete = {name: options[0] for name, options in programs.GRAMMAR.items()} | program
+    complete = SIMPLEST | program
     complete["accumulate"] &= complete["batch"] != ROWS
     if complete["accumulate"]:
         # The tool takes the mean of the parts' means, so that these must be of one size.

@@ -1,4 +1,4 @@
-"""Generated programs give what the tools give that people come from: Lightning's Trainer, and torchmetrics."""
+"""Generated programs give what the tools give that people come from: Lightning, torchmetrics, `transformers`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def draw(tool: Any, seed: int) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", ["lightning", "metrics", pytest.param("transformers", marks=pytest.mark.rest)])
 def test_a_generated_program_gives_what_the_tool_gives(name: str, seed: int) -> None:
     tool, difference = TOOLS[name]
     assert not difference(tool, program := draw(tool, seed)), program
@@ -119,5 +119,6 @@ def test_generated_programs_give_what_the_tool_gives(name: str) -> None:
     for seed in range(SEARCHED):
         if difference(tool, program := draw(tool, seed)):
             simplest = shrink(tool.GRAMMAR, program, lambda changed: bool(difference(tool, tool.adapt(changed))))
+            simplest = tool.adapt(simplest)
             faults.setdefault(difference(tool, simplest), simplest)
     assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
