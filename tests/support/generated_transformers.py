@@ -23,7 +23,8 @@ from tests.support.generated_programs import EVAL_ROWS, ROWS, Ended, Program
 from tests.support.program_search import complete, planned_batches, sums
 
 WORDS, LABELS = 20, 3
-OPTIMIZERS = {"AdamW": "adamw_torch", "SGD": "sgd", "Adagrad": "adagrad"}
+# Adagrad would blow up the rounding of the biases of keys, whose gradient is 0.
+OPTIMIZERS = {"AdamW": "adamw_torch", "SGD": "sgd"}
 _BERT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
 _BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TEXT = _BERT | {"vocab_size": WORDS, "max_position_embeddings": 16, "pad_token_id": 0}
@@ -53,7 +54,7 @@ GRAMMAR: dict[str, list[Any]] = {
     "model": list(range(6)),
     "rate": [0.003, 0.02],
     "weight_decay": [0.0, 0.3],
-    "optim": ["AdamW", "SGD", "Adagrad"],
+    "optim": list(OPTIMIZERS),
     "scheduler": ["constant", "linear", "cosine", "constant_with_warmup", "polynomial"],
     "warmup": [0, 2],
     "smoothing": [0.0, 0.2],
