@@ -58,6 +58,8 @@ class Task(ABC):
     """Whether a lower (`min`) or a higher (`max`) value of `best_metric` is better."""
     seeds_all_generators: ClassVar[bool] = False
     """Whether user code in `build_model` may draw from Python's and NumPy's generators, seeded from torch's."""
+    keeps_modes: ClassVar[bool] = False
+    """Whether layers that `build_model` returns in evaluation mode stay in it, as Lightning's trainer leaves them."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed

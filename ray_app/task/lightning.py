@@ -62,7 +62,7 @@ _LOG_OPTIONS = (
     "batch_size",
 )
 """Arguments of Lightning's `log` and `log_dict` after the values, in their order."""
-_VALIDATION_LOSSES = ("val_loss", "loss")
+_VALIDATION_LOSSES = ("loss", "val_loss")
 
 
 def has_user_attribute(kind: type, name: str) -> bool:
@@ -213,6 +213,8 @@ class LightningTask(BatchTask):
     Args:
     """
 
+    keeps_modes = True
+
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
         problems = {
@@ -276,8 +278,8 @@ class LightningTask(BatchTask):
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """Returns the loss of `validation_step` and what it logs.
 
-        A `MeanMetric` that it logs as `val_loss` or `loss` is the loss, with its weights. Otherwise the loss is what it
-        returns, or else a number that it logs by one of these names.
+        The loss is a number that it logs as `loss`, else a `MeanMetric` that it logs as `loss` or `val_loss`, with its
+        weights, else what it returns, else a number that it logs as `val_loss`.
 
         Raises:
             ConfigError: There is no `validation_step`, or it has no loss.
@@ -290,7 +292,10 @@ class LightningTask(BatchTask):
         from ray_app.task.metric_classes import refuse_name_clash, take_metrics, weighted_mean
 
         with self._stepped(model, "validation_step", batch) as (returned, log):
-            means = [weighted_mean(log.metrics[name]) for name in _VALIDATION_LOSSES if name in log.metrics]
+            # Lightning knows what is logged as loss, and ignores what the step returns.
+            logged_loss, val_loss = map(log.numbers.get, _VALIDATION_LOSSES)
+            named = [log.metrics[name] for name in _VALIDATION_LOSSES if name in log.metrics and logged_loss is None]
+            means = [weighted_mean(metric) for metric in named]
             metrics = take_metrics(log.metrics)
         refuse_name_clash(log.numbers, metrics)
         device = next(iter(batch.values())).device
@@ -298,9 +303,7 @@ class LightningTask(BatchTask):
         metrics = {name: metric for name, metric in metrics.items() if name != "loss"}
         if (mean := next((one for one in means if one is not None), None)) is not None:
             return Evaluated(mean.value.to(device), logged, metrics, mean.weight.to(device))
-        loss = next(
-            (value for value in (returned, *map(log.numbers.get, _VALIDATION_LOSSES)) if value is not None), None
-        )
+        loss = next((value for value in (logged_loss, returned, val_loss) if value is not None), None)
         if loss is None:
             raise ConfigError(
                 f"{type(model).__name__}.validation_step has no loss; return it, or log it as val_loss: a number, or a"
@@ -335,9 +338,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
             " optimizer and at most one scheduler can be used. Several optimizers take turns by `optimizers` in the"
             " configuration, with a Task that has loss_for_optimizer."
         )
-    settings: dict[str, Any] = {}
-    if schedulers:
-        settings = schedulers[0] if isinstance(schedulers[0], dict) else {"scheduler": schedulers[0]}
+    first = schedulers[0] if schedulers else {}
+    settings: dict[str, Any] = first if isinstance(first, dict) else {"scheduler": first}
     _refuse_unknown(settings, ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau"))
     schedule = settings.get("scheduler")
     if schedule is None:

@@ -227,12 +227,21 @@ def compute_values(metrics: MetricCollection) -> tuple[dict[str, float], dict[st
         torch.manual_seed(0)
         computed = metrics.compute()
     for key, result in computed.items():
-        value = torch.as_tensor(result)
-        if value.numel() == 1:
-            values[key] = float(value)
-        elif value.numel() <= _MAX_TABLE_NUMBERS:
-            tables[key] = value.tolist()
+        size = _count_numbers(result)
+        if size == 1:
+            values[key] = float(torch.as_tensor(result))
+        elif size <= _MAX_TABLE_NUMBERS:
+            tables[key] = _to_lists(result)
     return values, tables
+
+
+def _count_numbers(result: Any) -> int:
+    """Returns how many numbers a result of a metric has: a tensor, or the tensors of a curve, of several lengths."""
+    return sum(map(_count_numbers, result)) if isinstance(result, list | tuple) else torch.as_tensor(result).numel()
+
+
+def _to_lists(result: Any) -> Any:
+    return [*map(_to_lists, result)] if isinstance(result, list | tuple) else torch.as_tensor(result).tolist()
 
 
 def metrics_with_states(task: Task, chunks: Sequence[Chunk]) -> MetricCollection:

@@ -265,7 +265,9 @@ class TrainingState:
         """Returns the model that the task builds with generators seeded by the run's seed, and its frozen layers."""
         seed_init(self._config.seed, self._device)
         model = make_contiguous(self._task.build_model())
-        return model, freeze_parameters(model, self._config.train.freeze or [])
+        frozen = freeze_parameters(model, self._config.train.freeze or [])
+        keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
+        return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
 
     def _build_optimizers(self) -> None:
         """Builds the parts that belong to the master model: optimizers, schedule, parameter average, loss scale."""
@@ -285,6 +287,13 @@ class TrainingState:
         if config.optimizer.class_path == TASK_OPTIMIZER:
             assert isinstance(self._task, Task), "config checks refuse it for strategies without a Task"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
+            # What the optimizer does not have gets no gradient, so that it counts neither in the norm nor in clipping.
+            if type(self._task).apply_gradients is Task.apply_gradients:
+                optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+                for p, computing in zip(model.parameters(), self.model.parameters(), strict=True):
+                    if id(p) not in optimized:
+                        p.requires_grad_(False)
+                        computing.requires_grad_(False)
         else:
             self.optimizer = self._build_optimizer(config.optimizer, named)
         if config.schedule is not None:
@@ -351,10 +360,10 @@ class TrainingState:
         return self.optimizer if self.turns is None else self.turns.optimizer_at(self.step)
 
     def train(self) -> None:
-        """Puts the model into training mode, except for batch-norm layers with frozen parameters only."""
+        """Puts the model into training mode, except for the layers that stay in evaluation mode."""
         self.model.train()
         for layer in self._frozen_layers:
-            layer.eval()
+            layer.training = False
 
     @contextmanager
     def eval_model(self) -> Iterator[nn.Module]:

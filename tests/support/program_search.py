@@ -1,0 +1,82 @@
+"""What searches of generated programs share that compare `ray_app` with another tool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Container, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import safetensors.torch
+from torch import nn
+
+from ray_app.plan.order import Plan
+from tests.support import generated_programs as programs
+from tests.support.generated_programs import ROWS, Program, simplest_failing
+
+Grammar = dict[str, list[Any]]
+SIMPLEST = {name: options[0] for name, options in programs.GRAMMAR.items()}
+
+
+def draw_choices(grammar: Grammar, seed: int, rare: Container[str] = ()) -> Program:
+    """Returns the choices of a seed; four of ten are the simplest, of `rare` keys eleven of twelve."""
+    source = random.Random(seed)
+    chances = {name: 11 / 12 if name in rare else 0.4 for name in grammar}
+    drawn = {
+        name: source.choice(all_[: 1 if source.random() < chances[name] else None]) for name, all_ in grammar.items()
+    }
+    return drawn | {"seed": seed}
+
+
+def shrink(grammar: Grammar, program: Program, fails: Callable[[Program], bool]) -> Program:
+    """Returns the program with all choices replaced by the simplest ones that still fail."""
+    with patch.dict(programs.GRAMMAR, grammar, clear=True):
+        return simplest_failing(program, fails)
+
+
+def complete(program: Program) -> Program:
+    """Returns a program with all keys of `generated_programs`, and with logical workers that share a batch equally."""
+    complete = SIMPLEST | program
+    complete["accumulate"] &= complete["batch"] != ROWS
+    if complete["accumulate"]:
+        # The tool takes the mean of the parts' means, so that these must be of one size.
+        complete["last_batch"], complete["logical_workers"] = "drop", max(2, complete["logical_workers"])
+    while complete["batch"] % complete["logical_workers"]:
+        complete["logical_workers"] //= 2
+    return complete
+
+
+def configuration(program: Program, folder: Path, initial: nn.Module) -> dict[str, Any]:
+    """Returns the fields of `generated_programs` for a model that is not of its own, without an optimizer."""
+    fields = programs.configuration(program | {"form": "module", "optimizer": ("SGD", {}), "schedule": None}, folder)
+    state = {name: value.contiguous().clone() for name, value in initial.state_dict().items()}
+    safetensors.torch.save_file(state, fields["train__init_from"])
+    del fields["optimizer"], fields["schedule"]
+    return fields
+
+
+class Epochs(list[Any]):
+    """The batches of an epoch, and those of the next one each time that they are gone through."""
+
+    def __init__(self, epochs: list[list[Any]]) -> None:
+        super().__init__(epochs[0])
+        self.following = iter(epochs)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from next(self.following)
+
+
+def planned_batches(program: Program, plan: Plan, make_batch: Callable[[np.ndarray], Any]) -> tuple[Epochs, int]:
+    """Returns the batches of the plan, and in how many parts each is where gradients are accumulated."""
+    parts, size = program["logical_workers"] if program["accumulate"] else 1, plan.steps_per_epoch
+    steps = [
+        [make_batch(rows) for rows in np.array_split(step, parts)] for step in programs.batches(plan, program["epochs"])
+    ]
+    return Epochs([[part for step in steps[k : k + size] for part in step] for k in range(0, len(steps), size)]), parts
+
+
+def sums(values: Iterable[float], parts: int) -> list[float]:
+    """Returns the sums of so many values each."""
+    return np.array(list(values)).reshape(-1, parts).sum(1).tolist()  # type: ignore[no-any-return]
