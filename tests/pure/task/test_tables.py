@@ -428,6 +428,21 @@ def test_losses_and_predictions_are_in_the_unit_of_the_target(tmp_path: Path, hi
     assert torch.allclose(gradients[0], gradients[1], atol=1e-4), "the unit decides how a network learns"
 
 
+def test_decimals_times_and_durations_of_a_caller_are_the_numbers_of_a_file(tmp_path: Path) -> None:
+    columns = {
+        "clock": [datetime.time(1, 2, 3, 500_000), None, datetime.time(23)],
+        "price": [Decimal("0.1"), None, Decimal("7")],
+        "wait": [datetime.timedelta(days=1, milliseconds=5), None, datetime.timedelta(0)],
+    }
+    dataset = write_table(tmp_path, columns | {"label": [0, 1, 0]})
+    task = prepare(dataset, missing={"default": "median"})
+    expected = decode_all_rows(task, dataset)["features"]
+    assert expected[0].tolist() == np.float32([3723.5, 0.1, 86400.005]).tolist()
+    assert task.fitted is not None
+    for rows in (columns, pd.DataFrame(columns), pa.table(columns).to_pandas(types_mapper=pd.ArrowDtype)):
+        assert np.array_equal(encode_rows(task.fitted, rows)["features"], expected)
+
+
 def test_pandas_na_is_a_missing_value(tmp_path: Path) -> None:
     task = prepare(
         write_table(tmp_path, PEOPLE), features=["age", "cabin"], missing={"age": "median", "cabin": "category"}
