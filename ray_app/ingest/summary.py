@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
+from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, read_as_float, spec_of_field
 from ray_app.ingest.readers.csv_columns import ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
@@ -106,7 +106,7 @@ def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
     """Returns the statistics of values of a type of Arrow, (rows,), none of which is missing."""
     kind = column.type
     if pa.types.is_decimal(kind):
-        return _measure_plain(column.cast(pa.float64()), is_counted)
+        return _measure_plain(read_as_float(column), is_counted)
     statistics: Statistics = {}
     if is_list(kind):
         statistics = _range_of_lengths(pc.list_value_length(column).to_numpy())
