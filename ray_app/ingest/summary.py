@@ -476,16 +476,16 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notatio
     is_intended = total["numbers"] == values and total["zeros"] > 0
     if not values or 2 * max(numbers, total["truth"]) <= values or is_intended:
         return None
-    if numbers < total["truth"]:
-        return _note_on_others(name, "true or false", values - total["truth"], values, first["truth"])
-    if numbers < values:
-        return _note_on_others(name, "numbers", values - numbers, values, first["numbers"])
-    if total["written"]:
+    is_truth = numbers < total["truth"]
+    kind, fitting = ("true or false", total["truth"]) if is_truth else ("numbers", numbers)
+    if fitting < values:
+        return _note_on_others(name, kind, values - fitting, values, first["truth" if is_truth else "numbers"])
+    if total["written"] and not is_truth:
         return _note_on_written(name, total["written"], values, first["written"], notation)
     row_id, value = first["any"]
     return (
-        f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"
-        f" are text in the source, or too long for 64 bits."
+        f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id}: they"
+        f" are text in the source{'' if is_truth else ', or too long for 64 bits'}."
     )
 
 
