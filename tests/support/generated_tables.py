@@ -121,7 +121,7 @@ def possible(program: Program) -> Program:
         for name in ("first", "second", "third"):
             # pandas 3.1 crashes where it writes string views as JSON.
             no_json = program[name] in ("bytes", "object", "view")
-            if program[name] in NESTED + ("view",) and (program["format"] == "csv" or no_json):
+            if program[name] in (*NESTED, "view") and (program["format"] == "csv" or no_json):
                 program[name] = "float"
     if program["format"] == "csv" and program["decimal"] == program["delimiter"]:
         program["decimal"] = "."

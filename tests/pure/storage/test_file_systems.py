@@ -65,5 +65,6 @@ def test_an_operation_that_a_file_system_lacks_is_left_out_or_named(
 
     monkeypatch.setattr(os, name, refuse)
     config = Config().replace(run__storage_path=str(tmp_path / "runs"))
-    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+    context: Any = pytest.raises(ConfigError, match=refusal) if refusal else nullcontext()
+    with context:
         check_storage(config)
