@@ -295,8 +295,8 @@ def find_difference(program: Program, rows: dict[str, list[Any]], values: dict[s
             ours = [dict(zip(names, row, strict=True)) for row in zip(*(rows[column] for column in inner), strict=True)]
         if len(ours) != len(theirs):
             return f"{len(ours)} values of {name!r}, {len(theirs)} were written; the columns are {list(rows)}"
-        place = dict(zip(program["names"], ("first", "second", "third"), strict=True)).get(name)
-        kind = program[place] if place else "target"
+        kinds = dict(zip(program["names"], map(program.get, ("first", "second", "third")), strict=True))
+        kind = kinds.get(name, "target")
         # Text has the digits that distinguish a number from others of its type.
         narrow = {"half": np.float16, "single": np.float32}.get(kind)
         for a, b in zip(ours, theirs, strict=True):

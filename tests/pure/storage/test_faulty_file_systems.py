@@ -30,7 +30,7 @@ from tests.support.generated_tables import assert_none_differs
 
 SEARCHED = 1000
 Program = dict[str, Any]
-_OPERATIONS = ["nothing", "train", "write", "retain", "join", "event", "put", "start"]
+_OPERATIONS = ["nothing", "train", "write", "retain", "join", "put", "start"]
 GRAMMAR: dict[str, list[Any]] = {
     "fault": ["none", "error", "stop before", "stop after"],
     "at": list(range(80)),
@@ -38,7 +38,6 @@ GRAMMAR: dict[str, list[Any]] = {
     "flags": [True, False],
     "syncs": [True, False],
     "replaces": [True, False],
-    "whole_seconds": [False, True],
     **{f"operation {i}": _OPERATIONS for i in range(12)},
 }
 
@@ -51,7 +50,8 @@ class FileSystem:
     """Functions of the system that do what a file system has, and fail once or from then on."""
 
     def __init__(self, program: Program) -> None:
-        self._program, self._calls, self._is_stopped = program, 0, False
+        self._program = program
+        self._calls, self._is_stopped = 0, False
         self.paths: set[str] = set()
 
     @contextmanager
@@ -99,8 +99,6 @@ class FileSystem:
                 raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
             result = function(*arguments, **options)
             self.paths |= {os.fsdecode(name) for name in arguments if isinstance(name, str | bytes | Path)}
-            if self._program["whole_seconds"] and len(arguments) > 1 and isinstance(arguments[1], Path):
-                os.utime(arguments[1], (int(os.stat(arguments[1]).st_mtime),) * 2)
             if fault == "stop after":
                 raise StoppedError
             return result
@@ -159,9 +157,6 @@ class Run:
         with patch.object(journal, "MAX_SMALL_FILES", 2):
             journal.join_segments(self.paths, min_age_s=-1.0)
 
-    def _event(self) -> None:
-        journal.put_event(self.paths, "resized", self.fence, workers=2)
-
     def _put(self) -> None:
         file, content = self.paths.root / "once", os.urandom(4)
         before = file.read_bytes() if file.exists() else None
@@ -188,7 +183,6 @@ class Run:
             assert newest[1].model["p"][0].item() == pytest.approx(newest[0].step + newest[0].fence / 100)
         first, _ = journal.read_records(self.paths)
         assert self.records.keys() <= first.keys(), "the record of a step is lost"
-        journal.read_events(self.paths)
 
 
 def _record(step: int, fence: int) -> StepRecord:
@@ -226,7 +220,7 @@ def broken_promise(program: Program) -> str:
 
 def draw(seed: int) -> Program:
     source = random.Random(seed)
-    rare = ("links", "flags", "syncs", "replaces", "whole_seconds")
+    rare = ("links", "flags", "syncs", "replaces")
     return {
         name: values[0] if name in rare and source.random() < 0.7 else source.choice(values)
         for name, values in GRAMMAR.items()
