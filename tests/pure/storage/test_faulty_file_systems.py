@@ -148,9 +148,10 @@ class Run:
         self.committed.add(key)
 
     def _retain(self) -> None:
-        kept = max(self.committed, default=(0, 0))
+        # A process that was stopped in a write may have committed the newest one.
+        newest = [(commit.step, commit.fence) for commit in self.store.commits()][-1:]
         self.maybe |= self.committed
-        self.committed &= {kept}
+        self.committed &= set(newest)
         self.store.retain(1, [])
 
     def _join(self) -> None:
