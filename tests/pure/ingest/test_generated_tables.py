@@ -21,7 +21,7 @@ from tests.support.generated_tables import (
 
 SEARCHED = 1000
 ALLOWED = {
-    "Row #2: Expected 5 columns, got 4": "One name of four is in single quotes, above numbers; nothing tells the quote.",
+    "Row #2: Expected 5 columns, got 4": "One name alone is in single quotes; nothing tells the quote.",
     "not JSON: ": "JSON has no infinity, though Python writes one; refused with the remedy.",
     "which float64 would round (integers are kept within int64": "JSON has no type for such integers; refused.",
     "has no value at all. Leave it out": "A key that is null in each line has no type; refused with the remedy.",
