@@ -77,6 +77,11 @@ def standardize(encoding: Encoding, inputs: npt.NDArray[Any]) -> npt.NDArray[Any
     """
     if encoding["mean"] is None:
         return inputs
+    if inputs.shape[1] != len(encoding["mean"]):
+        raise ValueError(
+            f"the rows have {inputs.shape[1]} inputs where {len(encoding['mean'])} are expected; give a row that has an"
+            " array as a list of one dictionary"
+        )
     inputs = (inputs - np.array(encoding["mean"])) / np.array(encoding["std"])
     limit = encoding.get("limit")
     return inputs / np.hypot(1.0, inputs / limit) if limit else inputs
@@ -259,7 +264,8 @@ def to_seconds(values: Any) -> npt.NDArray[np.float64]:
     """
     array = np.asarray(values)
     if array.dtype.kind != "M":
-        array = np.array([_parse_date(value) for value in array.tolist()], "datetime64[us]")
+        # As an array of texts, a NaN beside a text would be the text nan.
+        array = np.array([_parse_date(value) for value in np.asarray(values, object).tolist()], "datetime64[us]")
     seconds = array.astype("datetime64[us]").astype(np.int64) / 1e6
     return np.where(np.isnat(array), np.nan, seconds)
 
