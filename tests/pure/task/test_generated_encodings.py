@@ -18,7 +18,8 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import RayAppError
 from ray_app.models.inputs import decode_inputs
 from ray_app.task.schema import prepare_task
-from ray_app.task.table_encoding import category_text, standardize
+from ray_app.task.table_encoding import category_text
+from ray_app.task.table_statistics import LIMIT
 from ray_app.task.tabular import TabularClassification, TabularRegression
 from tests.support.generated_tables import GRAMMAR, Program, assert_none_differs, draw, ingest_program, read_back, write
 
@@ -32,7 +33,6 @@ ALLOWED = {
     "is one value": "A row with an array may also be three rows; refused, a list of one row says it.",
 }
 """Differences that are right, by a part of their text, with the reason."""
-_LIMIT = {"mean": 0.0, "std": 1.0, "limit": 3.0}
 
 
 def difference(program: Program) -> str:
@@ -118,7 +118,7 @@ def inputs_by_sklearn(column: dict[str, Any], values: pd.Series, has_limit: bool
     # Where the quartiles are equal scikit-learn does not scale.
     low, high = np.quantile(inputs, [0.25, 0.75], axis=0)
     is_unscaled = (low == high) & isinstance(scaler, RobustScaler)
-    return np.where(is_unscaled, np.nan, standardize(_LIMIT, scaled)) if has_limit else scaled
+    return np.where(is_unscaled, np.nan, scaled / np.hypot(1.0, scaled / LIMIT)) if has_limit else scaled
 
 
 @pytest.mark.parametrize("seed", range(3))
