@@ -149,10 +149,11 @@ def is_read_as_float(kind: pa.DataType) -> bool:
     return bool(pa.types.is_decimal(kind) or pa.types.is_duration(kind) or pa.types.is_time(kind))
 
 
-def read_as_float(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def read_as_float(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Returns the values of a type of `is_read_as_float`; of a decimal of many digits the nearest number."""
     if pa.types.is_decimal(column.type):
-        return column.cast(pa.float64())
+        # Arrow's own conversion of decimals rounds twice: 729.0500000000 becomes 729.0500000000001.
+        return column.cast(pa.string()).cast(pa.float64())
     stored = column.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(column.type) else column.cast(pa.int64())
     return pc.divide(stored.cast(pa.float64(), safe=False), _UNITS[column.type.unit])
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ray_app.data.arrays import is_exact_decimal
+from ray_app.data.arrays import is_exact_decimal, read_as_float
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import ingest, ingest_files
 from ray_app.ingest.options import IngestOptions, python_spelling
@@ -194,7 +194,7 @@ def _to_array(name: str, values: Sequence[Any]) -> pa.Array:
         array = pa.array(values)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"column {name!r} of the result: {error}. {_ONE_TYPE}") from error
-    return array.cast(pa.float64()) if is_exact_decimal(array.type) else array
+    return read_as_float(array) if is_exact_decimal(array.type) else array
 
 
 def _cast_block(block: dict[str, pa.Array], types: dict[str, pa.DataType]) -> list[pa.Array]:

@@ -69,8 +69,8 @@ class IngestOptions:
             mnist.npz, or the same with val, or train_images as in MedMNIST. idx: a folder with MNIST-format files.
             webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
             `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
-            .arrow or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled 8x8
-            images.
+            .arrow, .feather or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled
+            8x8 images.
         out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
             returned as it is; anything else that is not empty is refused, without append. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, spec_of_field
+from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, read_as_float, spec_of_field
 from ray_app.ingest.readers.csv_columns import NULLS, ValueNotation, find_date_formats
 from ray_app.task.ragged import Ragged
 
@@ -106,7 +106,7 @@ def _measure_plain(column: pa.ChunkedArray, is_counted: bool) -> Statistics:
     """Returns the statistics of values of a type of Arrow, (rows,), none of which is missing."""
     kind = column.type
     if pa.types.is_decimal(kind):
-        return _measure_plain(column.cast(pa.float64()), is_counted)
+        return _measure_plain(read_as_float(column), is_counted)
     statistics: Statistics = {}
     if is_list(kind):
         statistics = _range_of_lengths(pc.list_value_length(column).to_numpy())
@@ -475,16 +475,16 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notatio
     is_intended = total["numbers"] == values and total["zeros"] > 0
     if not values or 2 * max(numbers, total["truth"]) <= values or is_intended:
         return None
-    if numbers < total["truth"]:
-        return _note_on_others(name, "true or false", values - total["truth"], values, first["truth"])
-    if numbers < values:
-        return _note_on_others(name, "numbers", values - numbers, values, first["numbers"])
-    if total["written"]:
+    is_truth = numbers < total["truth"]
+    kind, fitting = ("true or false", total["truth"]) if is_truth else ("numbers", numbers)
+    if fitting < values:
+        return _note_on_others(name, kind, values - fitting, values, first["truth" if is_truth else "numbers"])
+    if total["written"] and not is_truth:
         return _note_on_written(name, total["written"], values, first["written"], notation)
     row_id, value = first["any"]
     return (
-        f"column {name!r} is text, although all of its {values} values are numbers, such as {value!r} in {row_id}: they"
-        f" are text in the source, or too long for 64 bits."
+        f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id}: they"
+        f" are text in the source{'' if is_truth else ', or too long for 64 bits'}."
     )
 
 

@@ -397,7 +397,8 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
             sequence = next(name for name in present if name not in single)
             raise ValueError(
                 f"{single[0]!r} is one value, {data[single[0]]!r}, and {sequence!r} a sequence; give a sequence with a"
-                " value for each row for all of them, or one value for each."
+                " value for each row for all of them, or one value for each; a row that has an array is a list of one"
+                " dictionary."
             )
         return {name: [data[name]] for name in present} if single else data
     return data

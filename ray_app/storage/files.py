@@ -96,7 +96,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data) if isinstance(data, bytes) else data(file)
             file.flush()
-            os.fsync(file.fileno())
+            _sync(file.fileno())
         if not if_absent:
             os.replace(temporary, path)
             return True
@@ -107,17 +107,26 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
             # NFS repeats a link if its answer was lost; then the existing file is this one.
             return temporary.stat().st_nlink == 2
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in _NO_OPERATION:
                 raise
             return _rename_if_absent(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-_NO_LINKS = (errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
-"""Errors with which a file system without hard links answers: Azure Files, gcsfuse, exFAT, SMB."""
+_NO_OPERATION = (errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EMLINK)
+"""Errors with which a file system answers that lacks an operation, such as hard links: Azure Files, gcsfuse, SMB."""
 _CURRENT_FOLDER = -100
 _RENAME_NOREPLACE = 1
+
+
+def _sync(descriptor: int) -> None:
+    """Waits until a file is on the disk, unless the file system has no such operation (some of FUSE)."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_OPERATION:
+            raise
 
 
 def _rename_if_absent(source: Path, target: Path) -> bool:
@@ -129,7 +138,7 @@ def _rename_if_absent(source: Path, target: Path) -> bool:
     number = ctypes.get_errno()
     if number == errno.EEXIST:
         return False
-    if number in _NO_LINKS:
+    if number in _NO_OPERATION:
         raise OSError(
             number,
             "the file system has neither hard links nor a rename that replaces no file, so two writers could not be"
@@ -143,8 +152,13 @@ def try_writing(folder: Path) -> None:
     """Does what a run does with files once, in a folder that it removes; raises OSError for an operation that fails."""
     with tempfile.TemporaryDirectory(prefix=".ray_app-", dir=folder) as name:
         file = Path(name, "file")
-        results = [put_atomic(file, b"1", if_absent=is_new) for is_new in (True, False, True)]
-        if results != [True, True, False]:
+        for operation, is_new in (("writing a file", True), ("renaming a file over an existing one", False)):
+            try:
+                put_atomic(file, b"1", if_absent=is_new)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise OSError(error.errno, f"{operation} is refused: {reason}", str(folder)) from error
+        if put_atomic(file, b"1", if_absent=True):
             raise OSError(errno.EIO, "a file that exists was written again", str(folder))
 
 

@@ -20,7 +20,8 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,11 @@ def standardize(encoding: Encoding, inputs: npt.NDArray[Any]) -> npt.NDArray[Any
     """
     if encoding["mean"] is None:
         return inputs
+    if inputs.shape[1] != len(encoding["mean"]):
+        raise ValueError(
+            f"the rows have {inputs.shape[1]} inputs where {len(encoding['mean'])} are expected; give a row that has an"
+            " array as a list of one dictionary"
+        )
     inputs = (inputs - np.array(encoding["mean"])) / np.array(encoding["std"])
     limit = encoding.get("limit")
     return inputs / np.hypot(1.0, inputs / limit) if limit else inputs
@@ -193,7 +199,7 @@ def is_missing(value: Any) -> bool:
 
 def _is_none(value: Any) -> bool:
     # A comparison with pandas.NA has no truth value, and this module does not import pandas.
-    return value is None or type(value).__name__ == "NAType"
+    return value is None or type(value).__name__ in ("NAType", "NaTType")
 
 
 def category_text(value: Any) -> str | None:
@@ -229,13 +235,26 @@ def value_codes(column: Mapping[str, Any]) -> dict[str, int]:
 
 
 def to_floats(values: Any) -> npt.NDArray[Any]:
-    """Returns numbers as an array, NaN for None; raises ValueError for other values."""
+    """Returns numbers as an array, NaN for None, of durations and times the seconds; or raises ValueError."""
     array = np.asarray(values)
     if array.dtype == object:
-        array = np.array([np.nan if _is_none(value) else value for value in array.tolist()])
+        array = np.array(list(map(_to_number, array.tolist())))
+    if array.dtype.kind == "m":
+        array = array / np.timedelta64(1, "s")
     if array.dtype.kind not in "fiub":
         raise ValueError(f"it holds {array.dtype}, and not numbers")
     return array
+
+
+def _to_number(value: Any) -> Any:
+    """Returns a value as NumPy's arrays of numbers have it, as a file with such values is read."""
+    if _is_none(value):
+        return np.nan
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, time):
+        value = timedelta(hours=value.hour, minutes=value.minute, seconds=value.second, microseconds=value.microsecond)
+    return value.total_seconds() if isinstance(value, timedelta) else value
 
 
 def to_seconds(values: Any) -> npt.NDArray[np.float64]:
@@ -245,7 +264,8 @@ def to_seconds(values: Any) -> npt.NDArray[np.float64]:
     """
     array = np.asarray(values)
     if array.dtype.kind != "M":
-        array = np.array([_parse_date(value) for value in array.tolist()], "datetime64[us]")
+        # As an array of texts, a NaN beside a text would be the text nan.
+        array = np.array([_parse_date(value) for value in np.asarray(values, object).tolist()], "datetime64[us]")
     seconds = array.astype("datetime64[us]").astype(np.int64) / 1e6
     return np.where(np.isnat(array), np.nan, seconds)
 

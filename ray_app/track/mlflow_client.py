@@ -454,8 +454,18 @@ def connect(uri: str) -> Any:
 
 
 def sqlite_file(uri: str) -> str:
-    """Returns the file of a SQLite URI; empty for a database in memory."""
-    file = uri.partition(":///")[2].partition("?")[0]
+    """Returns the file of a SQLite URI; empty for a database in memory.
+
+    Raises:
+        ConfigError: SQLAlchemy reads another path, as `?` begins options and `%20` is a blank to some of its versions.
+    """
+    file, _, options = uri.partition(":///")[2].partition("?")
+    if re.search("%[0-9a-fA-F]{2}", file) or (options and ("=" not in options or "/" in options)):
+        raise ConfigError(
+            f"tracking.uri is {redact(uri)!r}; the path of a SQLite file must have no ? and no % before two digits,"
+            " which MLflow reads in another way. Set it to another file (sqlite:////folder/mlflow.db), with blanks as"
+            " they are; without it the file is in run.storage_path."
+        )
     return "" if file == ":memory:" else file
 
 

@@ -26,6 +26,7 @@ from ray_app.data.arrays import (
     is_numbers,
     is_text,
     number_type,
+    read_as_float,
     to_list_array,
 )
 from ray_app.data.plain_columns import to_plain
@@ -133,7 +134,7 @@ class Form:
             fits = has_shape(column, self.shapes[name]).to_numpy(zero_copy_only=False)
             return column, dict.fromkeys(np.flatnonzero(~fits).tolist(), explain_misfit(name, self.shapes[name]))
         if pa.types.is_decimal(column.type):
-            return column.cast(pa.float64()), _find_long_decimals(name, column)
+            return read_as_float(column), _find_long_decimals(name, column)
         column = column.cast(_STORED.get(column.type, column.type))
         if name != self.label or self.classes is None:
             return column, {}

@@ -59,7 +59,8 @@ class ValueNotation:
         """A regular expression of a number in this notation."""
         mark, decimal = self.group_mark, re.escape(self.decimal)
         groups = rf"\d{{1,3}}({mark}\d{{3}})+|" if mark else ""
-        return rf"^[+-]?({groups}\d+)({decimal}\d*)?([eE][+-]?\d+)?$|^[+-]?{decimal}\d+([eE][+-]?\d+)?$"
+        infinity = "([iI][nN][fF]([iI][nN][iI][tT][yY])?)"
+        return rf"^[+-]?({groups}\d+)({decimal}\d*)?([eE][+-]?\d+)?$|^[+-]?({infinity}|{decimal}\d+([eE][+-]?\d+)?)$"
 
     def to_plain(self, values: pa.Array) -> pa.Array:
         """Returns texts with the numbers in the notation of Arrow; raises ArrowInvalid for others that are not null."""

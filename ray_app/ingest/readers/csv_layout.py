@@ -184,11 +184,16 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
 
 
 def recognize_quote(file: File, layout: CsvFormat) -> str:
-    """Returns the quote of a file: `'` if values of all first rows are within such quotes and none within `"`."""
-    lines = [line for line in layout.read_head(file).splitlines() if line.strip()][1 : _HEAD_ROWS + 1]
-    delimiters = re.escape("".join(DELIMITERS))
-    quoted = re.compile(rf"(^|[{delimiters}])\s*'([^']|'')*'\s*(?=$|[{delimiters}])")
-    is_single = bool(lines) and all(map(quoted.search, lines)) and not any('"' in line for line in lines)
+    """Returns the quote of a file.
+
+    It is `'` if all names of the header are within such quotes, or values of all first rows and none within `"`.
+    """
+    header, *rows = [line for line in layout.read_head(file).splitlines() if line.strip()][: _HEAD_ROWS + 1] or [""]
+    value, delimiters = r"\s*'([^']|'')*'\s*", re.escape(layout.delimiter + "".join(DELIMITERS))
+    if re.fullmatch(rf"{value}([{delimiters}]{value})*", header):
+        return "'"
+    quoted = re.compile(rf"(^|[{delimiters}]){value}(?=$|[{delimiters}])")
+    is_single = bool(rows) and all(map(quoted.search, rows)) and not any('"' in row for row in rows)
     return "'" if is_single else '"'
 
 
@@ -198,19 +203,23 @@ def count_preface_lines(file: File, layout: CsvFormat) -> int:
     A comment has another number of values than the line after the comments, and a title has one value, where all lines
     after it agree in having more.
     """
-    lines = layout.read_head(file).splitlines()[: _HEAD_ROWS + 1]
+    lines = layout.read_head(file).splitlines(keepends=True)
+    marks = {*DELIMITERS, layout.delimiter}
     comments = sum(1 for _ in itertools.takewhile(lambda line: line.lstrip().startswith("#"), lines))
 
-    def count(line: str) -> int:
-        return max(len(line.split(mark)) for mark in DELIMITERS)
+    def widths(first: int, end: int | None = None) -> list[set[int]]:
+        text = "".join(lines[first:end])
+        return [{len(row) for row in parse_first_rows(text, mark, layout.quote)} for mark in marks]
 
-    if comments == len(lines) or (comments and count(lines[comments - 1]) == count(lines[comments])):
+    widest = [max(max(width, default=0) for width in widths(i, i + 1)) for i in (comments - 1, comments)]
+    if comments == len(lines) or (comments and widest[0] == widest[1]):
         comments = max(0, comments - 1)
-    rest = lines[comments:]
     # The header line of an index without a name begins with a delimiter, and spreadsheets end a title with several.
-    has_one = [re.fullmatch(r"[^,;\t|]*([,;\t|]{2,})?\s*", line) is not None for line in rest]
-    titles = sum(1 for _ in itertools.takewhile(bool, has_one))
-    is_title = titles < len(rest) - 1 and not any(has_one[titles:]) and len(set(map(count, rest[titles:]))) == 1
+    any_mark = re.escape("".join(marks))
+    has_one = re.compile(rf"[^{any_mark}]*([{any_mark}]{{2,}})?\s*").fullmatch
+    titles = sum(1 for _ in itertools.takewhile(has_one, lines[comments:]))
+    below = comments + titles
+    is_title = below < len(lines) - 1 and any(len(width) == 1 and max(width) > 1 for width in widths(below))
     preface = comments + titles * is_title
     return preface if any(line.strip() for line in lines[:preface]) else 0
 

@@ -1,6 +1,6 @@
 """Reader of data sets that Hugging Face `datasets` has stored, without that library.
 
-It reads `save_to_disk` folders, and .arrow and .parquet files.
+It reads `save_to_disk` folders, and .arrow, .feather and .parquet files.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ from ray_app.storage.data_files import (
 )
 from ray_app.storage.files import Location, read_json
 
-SUFFIXES = (".arrow", ".parquet")
+SUFFIXES = (".arrow", ".feather", ".parquet")
 _SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _NUMBER = re.compile(r"([-_.]\d+)+$")
 _SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(base.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
 _BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
 _NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
+_FILE_MAGIC = b"ARROW1"
+"""Beginning of Arrow's file format, which pandas (Feather) and Polars write; `datasets` writes the stream format."""
 _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """Marks at the end of an Arrow stream; the second one was written until Arrow 0.15."""
 
@@ -95,7 +97,7 @@ class HuggingFace(base.SourceReader):
         if not splits:
             raise DataError(
                 f"{self.path}: nothing of Hugging Face datasets; expected a folder of save_to_disk (state.json or"
-                " dataset_dict.json), or a folder with .arrow or .parquet files, or one of them. Save it with"
+                " dataset_dict.json), or a folder with .arrow, .feather or .parquet files, or one of them. Save it with"
                 " dataset.save_to_disk(DIR)."
             )
         if not single:
@@ -208,7 +210,7 @@ def _open_batches(
     file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
     """Opens a file and gives its schema and record batches."""
-    with parser_errors(file, "The file is damaged or not of Arrow's stream format; save it again."):
+    with parser_errors(file, "The file is damaged or of another format; save it again."):
         if file.location.name.endswith(".parquet"):
             parquet_file = open_parquet(file.location)
             schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
@@ -216,9 +218,14 @@ def _open_batches(
         else:
             is_local = isinstance(file.location, Path)
             source = pa.memory_map(str(file.location)) if is_local else pa.PythonFile(file.open(), "r")
-            reader = pa.ipc.open_stream(source)
+            is_stream = source.read(len(_FILE_MAGIC)) != _FILE_MAGIC
+            source.seek(0)
+            reader = pa.ipc.open_stream(source) if is_stream else pa.ipc.open_file(source)
             schema, names = _select_columns(file, reader.schema, columns)
-            yield schema, (batch.select(names) for batch in _read_to_end(reader, source))
+            batches = (
+                _read_to_end(reader, source) if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            )
+            yield schema, (batch.select(names) for batch in batches)
 
 
 def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:

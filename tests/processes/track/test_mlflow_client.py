@@ -419,6 +419,9 @@ def test_transiently_unreadable_evaluations_and_events_are_read_again(
         "ftp://host/x",
         "sqlite://",
         "sqlite:///:memory:",
+        "sqlite:////what?/mlflow.db",
+        "sqlite:////what?a=b/mlflow.db",
+        "sqlite:////a%20b/mlflow.db",
         "http:///x",
         "htp://u:secret@h",
     ],
@@ -432,7 +435,11 @@ def test_bad_uris_are_refused(uri: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "uri", [None, "http://localhost:5000", "sqlite:///mlflow.db", "postgresql+psycopg2://user:pw@host/db"]
+    "uri",
+    [
+        *(None, "http://localhost:5000", "postgresql+psycopg2://user:pw@host/db"),
+        *("sqlite:///mlflow.db", "sqlite:////a#b/50% of it/mlflow.db?timeout=60"),
+    ],
 )
 def test_good_uris_are_accepted(uri: str | None) -> None:
     check_available(Config().replace(tracking__uri=uri))

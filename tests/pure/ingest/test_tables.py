@@ -67,6 +67,15 @@ def test_categories_and_texts_of_polars_are_read(tmp_path: Path) -> None:
     assert (rows["label"], rows["kind"]) == ([0, 1, 0], ["p", "q", None])
 
 
+def test_words_of_truth_stay_text_with_a_note(tmp_path: Path) -> None:
+    table = pa.table({"alive": ["yes", "true", "False"], "sings": ["true", "False", "False"]})
+    summary = ingest_table(str(tmp_path / "out"), table)
+    assert read_columns(tmp_path / "out")["sings"] == ["true", "False", "False"]
+    assert [note[:78] for note in summary.parts[""].notes or summary.notes][-1] == (
+        "column 'sings' is text, although all of its 3 values are true or false, such a"
+    )
+
+
 def test_an_equal_table_reuses_the_data_set_and_another_one_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     assert not ingest_table(out, TABLE).reused

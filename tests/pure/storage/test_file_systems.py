@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,24 @@ def test_storage_without_links_and_such_a_rename_is_refused_before_the_start(
     with pytest.raises(ConfigError, match="neither hard links nor a rename that replaces no file"):
         check_storage(Config().replace(run__storage_path=str(tmp_path / "runs")))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "refusal"),
+    [
+        ("fsync", errno.EINVAL, None),
+        ("fsync", errno.EIO, "writing a file is refused"),
+        ("replace", errno.EEXIST, "over"),
+    ],
+)
+def test_an_operation_that_a_file_system_lacks_is_left_out_or_named(
+    name: str, number: int, refusal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, refuse)
+    config = Config().replace(run__storage_path=str(tmp_path / "runs"))
+    context: Any = pytest.raises(ConfigError, match=refusal) if refusal else nullcontext()
+    with context:
+        check_storage(config)

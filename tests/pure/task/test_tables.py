@@ -428,6 +428,36 @@ def test_losses_and_predictions_are_in_the_unit_of_the_target(tmp_path: Path, hi
     assert torch.allclose(gradients[0], gradients[1], atol=1e-4), "the unit decides how a network learns"
 
 
+def test_decimals_times_and_durations_of_a_caller_are_the_numbers_of_a_file(tmp_path: Path) -> None:
+    columns = {
+        "clock": [datetime.time(1, 2, 3, 500_000), None, datetime.time(23)],
+        "price": [Decimal("0.1"), None, Decimal("7")],
+        "wait": [datetime.timedelta(days=1, milliseconds=5), None, datetime.timedelta(0)],
+    }
+    dataset = write_table(tmp_path, columns | {"label": [0, 1, 0]})
+    task = prepare(dataset, missing={"default": "median"})
+    expected = decode_all_rows(task, dataset)["features"]
+    assert expected[0].tolist() == np.float32([3723.5, 0.1, 86400.005]).tolist()
+    assert task.fitted is not None
+    for rows in (columns, pd.DataFrame(columns), pa.table(columns).to_pandas(types_mapper=pd.ArrowDtype)):
+        assert np.array_equal(encode_rows(task.fitted, rows)["features"], expected)
+
+
+def test_an_array_is_no_rows_and_a_gap_beside_dates_is_no_text(tmp_path: Path) -> None:
+    columns = {"day": ["2026-01-01", None, "2026-01-03"], "x": [[1.0, 2.0], [3.0, 5.0], [4.0, 4.0]]}
+    arrays = columns | {"x": pa.array(columns["x"], pa.list_(pa.float64(), 2)), "label": [0, 1, 0]}
+    dataset = write_table(tmp_path, arrays)
+    task = prepare(dataset, missing={"default": "auto"}, standardize=True)
+    assert task.fitted is not None
+    expected = decode_all_rows(task, dataset)["features"]
+    rows = {"day": ["2026-01-01", math.nan, "2026-01-03"], "x": columns["x"]}
+    assert np.array_equal(encode_rows(task.fitted, rows)["features"], expected)
+    alone = prepare(dataset, features=["x"], standardize=True)
+    assert alone.fitted is not None
+    with pytest.raises(ValueError, match="as a list of one dictionary"):
+        encode_rows(alone.fitted, {"x": [1.0, 2.0]})
+
+
 def test_pandas_na_is_a_missing_value(tmp_path: Path) -> None:
     task = prepare(
         write_table(tmp_path, PEOPLE), features=["age", "cabin"], missing={"age": "median", "cabin": "category"}

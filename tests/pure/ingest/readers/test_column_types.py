@@ -178,6 +178,10 @@ ALLOWED: dict[str, tuple[pa.Array, list[Any]]] = {
     "categories of integers": (pa.array([7, None]).dictionary_encode(), [7, None]),
     "large": (pa.array(["u", None], pa.large_string()), ["u", None]),
     "views": (pa.array(["u", None], pa.string_view()), ["u", None]),
+    "decimal that Arrow converts inexactly": (
+        pa.array([decimal.Decimal("729.05"), None], pa.decimal128(30, 10)),
+        [729.05, None],
+    ),
     "decimal of a wide type": (pa.array([decimal.Decimal("1.50"), None], pa.decimal128(38, 18)), [1.5, None]),
     "bool8": (pa.ExtensionArray.from_storage(pa.bool8(), pa.array([1, None], pa.int8())), [True, None]),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,11 @@ def test_leading_zeros_in_another_file_count(tmp_path: Path) -> None:
 def test_a_zero_before_groups_of_digits_or_a_decimal_comma(tmp_path: Path) -> None:
     columns, _ = ingest_csv(tmp_path, "a;b;c\n0,5;0.123;0\n1,5;1.234;00,5\n", decimal=",", thousands=".")
     assert columns == {"row_id": ["f.csv:2", "f.csv:3"], "a": [0.5, 1.5], "b": ["0.123", "1.234"], "c": ["0", "00,5"]}
+
+
+def test_infinite_numbers_are_read_beside_decimal_commas(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, "a;b\n-inf;1\n0,5;2\nInfinity;3\n", decimal=",")
+    assert columns["a"] == [-math.inf, 0.5, math.inf]
 
 
 def test_candidates_of_leading_zeros_are_those_of_a_slice() -> None:

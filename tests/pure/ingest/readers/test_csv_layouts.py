@@ -119,8 +119,11 @@ def test_the_command_takes_the_options(tmp_path: Path, capsys: pytest.CaptureFix
             {"x": [1, 2], "t": ["a b", "c\td"]},
             "' was recognized as the quote",
         ),
+        ("'a','b \"c\"'\n1,2\n", {"a": [1], 'b "c"': [2]}, "' was recognized as the quote"),
         ("# by a tool, 2024, v3\n# x\na,b\n1,2\n", {"a": [1], "b": [2]}, "the first 2 lines of"),
         ("Sales 2024,,\n\na,b,c\n1,2,3\n4,5,6\n", {"a": [1, 4], "b": [2, 5], "c": [3, 6]}, "the first 2 lines of"),
+        ('Sales\n"u,v",b\n"two\nlines",2\nx,3\n', {"u,v": ["two\nlines", "x"], "b": [2, 3]}, "the first line of"),
+        ('t\n"a, b"\n"c, d"\n', {"t": ["a, b", "c, d"]}, None),
         ("#id,b\n1,2\n3,4\n", {"#id": [1, 3], "b": [2, 4]}, None),
         ("a\n1\n2\n", {"a": [1, 2]}, None),
         ("a,b\n'tis,1\nit's,2\n", {"a": ["'tis", "it's"], "b": [1, 2]}, None),
@@ -133,6 +136,12 @@ def test_files_as_other_tools_write_them(
     actual, summary = ingest_csv(tmp_path, text)
     assert actual == columns
     assert any(note in line for line in summary.notes) if note else not summary.notes
+
+
+@pytest.mark.parametrize("text", ["# by a tool\na^b\n1,5^2\n", "a^b\n1,5^2\n2,5^2\n", "A title\n\na^b\n1,5^2\n"])
+def test_lines_above_the_header_are_told_by_the_delimiter_that_is_named(tmp_path: Path, text: str) -> None:
+    columns, _ = ingest_csv(tmp_path, text, delimiter="^", decimal=",")
+    assert (columns["a"][0], columns["b"][0]) == (1.5, 2)
 
 
 def test_a_total_in_the_last_row_is_refused_or_left_out(tmp_path: Path) -> None:

@@ -545,13 +545,27 @@ def test_incomplete_hugging_face_folders_are_refused(tmp_path: Path) -> None:
     file = folder / "data-00000-of-00001.arrow"
     data = file.read_bytes()
     file.write_bytes(data[:3000])
-    assert "The file is damaged or not of Arrow's stream format" in ingest_error(tmp_path, "hf", folder)
+    assert "The file is damaged or of another format" in ingest_error(tmp_path, "hf", folder)
     file.unlink()
     assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in ingest_error(
         tmp_path, "hf", folder
     )
     (folder / "state.json").unlink()
     assert "nothing of Hugging Face datasets" in ingest_error(tmp_path, "hf", folder)
+
+
+@pytest.mark.parametrize(("name", "compression"), [("a.feather", "lz4"), ("a.arrow", None)])
+def test_files_of_arrow_as_pandas_and_polars_write_them_are_read(
+    tmp_path: Path, name: str, compression: str | None
+) -> None:
+    table = pa.table({"a": list(range(1000)), "b": ["x", None] * 500})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with pa.ipc.new_file(tmp_path / name, table.schema, options=options) as file:
+        file.write_table(table, max_chunksize=300)
+    rows = ingest_and_read(tmp_path, "hf", tmp_path / name)
+    assert (rows["a"], rows["b"]) == (table["a"].to_pylist(), table["b"].to_pylist())
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:3000])
+    assert "The file is damaged" in ingest_error(tmp_path / "cut", "hf", tmp_path / name)
 
 
 @pytest.mark.parametrize("suffix", [".arrow", "-0f1e2d.parquet"])
