@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,28 @@ def draw(seed: int) -> Program:
     return program | {"seed": seed}
 
 
-def simplest_failing(program: Program, fails: Callable[[Program], bool]) -> Program:
+def simplest_failing(
+    program: Program, fails: Callable[[Program], bool], grammar: dict[str, list[Any]] = GRAMMAR
+) -> Program:
     """Returns the program with all choices replaced by the simplest ones that still fail."""
-    for name, options in GRAMMAR.items():
+    for name, options in grammar.items():
         simpler = program | {name: options[0]}
         if simpler != program and fails(simpler):
             program = simpler
     return program
+
+
+def assert_none_differs(
+    grammar: dict[str, list[Any]], programs: Iterable[Program], difference: Callable[[Program], str]
+) -> None:
+    """Fails with the simplest program of each difference, of which it lists the choices that are not the simplest."""
+    faults: dict[str, Program] = {}
+    for program in programs:
+        if difference(program):
+            simplest = simplest_failing(program, lambda changed: bool(difference(changed)), grammar)
+            changed = {name: value for name, value in simplest.items() if [value] != grammar.get(name, [])[:1]}
+            faults.setdefault(difference(simplest), changed)
+    assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
 
 
 def model_arguments(program: Program) -> dict[str, Any]:

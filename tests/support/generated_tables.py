@@ -10,12 +10,11 @@ import datetime
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -27,7 +26,6 @@ import pyarrow.parquet as pq
 from ray_app.data.arrays import ArraySpec, spec_of_field
 from ray_app.ingest.in_memory import ingest_table
 from ray_app.ingest.ingest import IngestOptions, ingest
-from tests.support import generated_programs
 from tests.support.ingest_inputs import source_order
 
 Program = dict[str, Any]
@@ -126,20 +124,6 @@ def possible(program: Program) -> Program:
     if program["format"] == "csv" and program["decimal"] == program["delimiter"]:
         program["decimal"] = "."
     return program
-
-
-def assert_none_differs(
-    grammar: dict[str, list[Any]], programs: Iterable[Program], difference: Callable[[Program], str]
-) -> None:
-    """Fails with the simplest program of each difference."""
-    faults: dict[str, Program] = {}
-    with patch.object(generated_programs, "GRAMMAR", grammar):
-        for program in programs:
-            if difference(program):
-                simplest = generated_programs.simplest_failing(program, lambda changed: bool(difference(changed)))
-                changed = {name: value for name, value in simplest.items() if [value] != grammar.get(name, [])[:1]}
-                faults.setdefault(difference(simplest), changed)
-    assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
 
 
 def make_table(program: Program) -> pa.Table:

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import safetensors.torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from ray_app.plan.order import Plan
 from tests.support import generated_programs as programs
-from tests.support.generated_programs import ROWS, Program, simplest_failing
+from tests.support.generated_programs import ROWS, Program
 
 Grammar = dict[str, list[Any]]
 SIMPLEST = {name: options[0] for name, options in programs.GRAMMAR.items()}
@@ -28,12 +27,6 @@ def draw_choices(grammar: Grammar, seed: int, rare: Container[str] = ()) -> Prog
         name: source.choice(all_[: 1 if source.random() < chances[name] else None]) for name, all_ in grammar.items()
     }
     return drawn | {"seed": seed}
-
-
-def shrink(grammar: Grammar, program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Returns the program with all choices replaced by the simplest ones that still fail."""
-    with patch.dict(programs.GRAMMAR, grammar, clear=True):
-        return simplest_failing(program, fails)
 
 
 def complete(program: Program) -> Program:

@@ -26,7 +26,7 @@ from ray_app.testing import make_job, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from tests.support import generated_programs
-from tests.support.generated_tables import assert_none_differs
+from tests.support.generated_programs import assert_none_differs
 
 SEARCHED = 200
 STEPS = 8

@@ -17,9 +17,9 @@ from ray_app.task.metrics import combine, score
 from ray_app.testing import FileStoreMembership, Hooks, make_job, read_trained_run, stream_windows, train_rank
 from tests.processes.task.test_generated_programs import compare, one_thread  # noqa: F401
 from tests.support import generated_lightning, generated_metrics, generated_transformers
-from tests.support.generated_programs import Program
+from tests.support.generated_programs import Program, assert_none_differs
 from tests.support.local_world import CPU
-from tests.support.program_search import draw_choices, shrink
+from tests.support.program_search import draw_choices
 
 SEARCHED = 300
 CLASS_METRICS = generated_metrics.METRICS["class"]
@@ -115,10 +115,5 @@ def test_what_a_search_has_shown_stays_right(name: str, choices: dict[str, Any])
 @pytest.mark.parametrize("name", TOOLS)
 def test_generated_programs_give_what_the_tool_gives(name: str) -> None:
     tool, difference = TOOLS[name]
-    faults: dict[str, Program] = {}
-    for seed in range(SEARCHED):
-        if difference(tool, program := draw(tool, seed)):
-            simplest = shrink(tool.GRAMMAR, program, lambda changed: bool(difference(tool, tool.adapt(changed))))
-            simplest = tool.adapt(simplest)
-            faults.setdefault(difference(tool, simplest), simplest)
-    assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
+    programs = (draw(tool, seed) for seed in range(SEARCHED))
+    assert_none_differs(tool.GRAMMAR, programs, lambda program: difference(tool, tool.adapt(program)))

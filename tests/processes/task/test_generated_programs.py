@@ -24,7 +24,15 @@ from ray_app.testing import (
     train_rank,
 )
 from ray_app.train.job import Job
-from tests.support.generated_programs import Ended, Program, configuration, draw, simplest_failing, train_plainly
+from tests.support.generated_programs import (
+    GRAMMAR,
+    Ended,
+    Program,
+    assert_none_differs,
+    configuration,
+    draw,
+    train_plainly,
+)
 
 SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
@@ -89,27 +97,15 @@ def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
     return ""
 
 
-def assert_equal(program: Program) -> None:
-    if difference(program):
-        simplest = simplest_failing(program, lambda changed: bool(difference(changed)))
-        pytest.fail(f"{difference(simplest)}\nsimplest program: {simplest}")
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_generated_program_trains_like_a_plain_loop(seed: int) -> None:
-    assert_equal(draw(seed))
+    assert_none_differs(GRAMMAR, [draw(seed)], difference)
 
 
 @pytest.mark.search
 @pytest.mark.timeout(3600)
 def test_generated_programs_train_like_a_plain_loop() -> None:
-    faults: dict[str, Program] = {}
-    for seed in range(SEARCHED):
-        program = draw(seed)
-        if difference(program):
-            simplest = simplest_failing(program, lambda changed: bool(difference(changed)))
-            faults.setdefault(difference(simplest), simplest)
-    assert not faults, "\n".join(f"{text}: {program}" for text, program in faults.items())
+    assert_none_differs(GRAMMAR, map(draw, range(SEARCHED)), difference)
 
 
 @pytest.mark.search

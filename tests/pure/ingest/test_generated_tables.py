@@ -8,16 +8,8 @@ from pathlib import Path
 import pytest
 
 from ray_app.errors import RayAppError
-from tests.support.generated_tables import (
-    GRAMMAR,
-    Program,
-    assert_none_differs,
-    draw,
-    find_difference,
-    ingest_program,
-    read_back,
-    write,
-)
+from tests.support.generated_programs import assert_none_differs
+from tests.support.generated_tables import GRAMMAR, Program, draw, find_difference, ingest_program, read_back, write
 
 SEARCHED = 1000
 ALLOWED = {

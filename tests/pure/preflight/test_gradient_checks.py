@@ -225,12 +225,6 @@ def test_auroc_of_few_evaluation_rows_of_one_class_is_warned_of(tmp_path: Path) 
     assert warning.startswith("torchmetrics says of the 16 rows of data.eval_path: No negative samples in targets")
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_evaluation_data_with_one_class_is_warned_of(tmp_path: Path, value: float) -> None:
-    [warning] = evaluation_warnings(tmp_path, [value] * 17, AUROC)
-    assert f"All 17 rows of {tmp_path / 'eval'} have {value:g} in 'y': metrics that compare classes (AUROC)" in warning
-
-
 def test_evaluation_data_with_two_classes_causes_no_warning(tmp_path: Path) -> None:
     assert evaluation_warnings(tmp_path, [*[1.0] * 16, 0.0], AUROC) == ()
 

@@ -26,7 +26,7 @@ from ray_app.runlog import journal
 from ray_app.runlog.journal import StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_atomic, try_writing
-from tests.support.generated_tables import assert_none_differs
+from tests.support.generated_programs import assert_none_differs
 
 SEARCHED = 1000
 Program = dict[str, Any]

@@ -21,7 +21,8 @@ from ray_app.task.schema import prepare_task
 from ray_app.task.table_encoding import category_text
 from ray_app.task.table_statistics import LIMIT
 from ray_app.task.tabular import TabularClassification, TabularRegression
-from tests.support.generated_tables import GRAMMAR, Program, assert_none_differs, draw, ingest_program, read_back, write
+from tests.support.generated_programs import assert_none_differs
+from tests.support.generated_tables import GRAMMAR, Program, draw, ingest_program, read_back, write
 
 SEARCHED = 1000
 ALLOWED = {
