@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ from ray_app.errors import ConfigError, RunExistsError
 from ray_app.process import current_folder
 
 _SQLITE = "sqlite:///"
+
+
+class TextDumper(yaml.SafeDumper):
+    """A YAML dumper that also puts texts in quotes which are numbers to other readers than PyYAML, such as 1e3."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    with suppress(ValueError):
+        float(text)
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+    return dumper.represent_str(text)
+
+
+TextDumper.add_representer(str, _represent_text)
 
 
 def expand_home(value: Any) -> Any:
@@ -118,7 +133,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Returns the configuration as YAML that `load_config` and `--config` read."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.to_dict(), Dumper=TextDumper, sort_keys=False, allow_unicode=True)
 
     def replace(self, **fields: Any) -> Config:
         """Returns a copy with changed values; keys are dotted names with `__` for the dot (`train__epochs=3`)."""

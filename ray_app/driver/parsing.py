@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -20,11 +21,12 @@ from typing import Any, NoReturn, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse.typing import register_type
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.config.checks import check_config
-from ray_app.config.config import SECTIONS, Config, expand_home, from_dict
+from ray_app.config.config import SECTIONS, Config, TextDumper, expand_home, from_dict
 from ray_app.config.import_paths import TurnSpec, iter_class_paths, load_class
 from ray_app.driver.refusals import explain_error, explain_path
 from ray_app.errors import ConfigError
@@ -130,7 +132,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
     for name, value in fields.items():
         text = value
         if not isinstance(value, str):
-            text = yaml.safe_dump(value, default_flow_style=True).split("\n...")[0].strip()
+            text = yaml.dump(value, Dumper=TextDumper, default_flow_style=True).split("\n...")[0].strip()
         arguments.append(f"--{name.replace('__', '.')}={text}")
     try:
         return parse(arguments, prog="load_config", exit_on_error=False)
@@ -184,13 +186,16 @@ def parse_with_sections(
     if parsed.task is not None:
         check_import_paths(parsed.task.class_path, Namespace(parsed.task.get("init_args") or {}).as_dict())
     try:
-        dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
+        with warnings.catch_warnings():
+            # `_restore` takes these from what was parsed.
+            warnings.filterwarnings("ignore", r"\s*Dump of a value that does not round-trip: a _Text")
+            dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
     # The parser imports every `class_path` below `init_args` here.
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"The configuration is refused: a class_path below init_args cannot be imported: {error}."
         ) from error
-    values = _restore_keys(yaml.safe_load(dumped) or {}, parsed.as_dict())
+    values = _restore(yaml.safe_load(dumped) or {}, parsed.as_dict())
     if not values.get("optimizer"):
         raise ConfigError(
             "The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out."
@@ -358,9 +363,46 @@ def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
         )
 
 
+class _Text(str):
+    """A text in quotes that would be another value without them: the parser does not read it as YAML once more."""
+
+    __slots__ = ()
+
+
+class _TextLoader(yaml.SafeLoader):
+    """A YAML loader that makes a `_Text` of such a text, where any value is allowed as in the arguments of a class."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        """See `yaml.SafeLoader.construct_scalar`."""
+        text = super().construct_scalar(node)
+        return _Text(text) if node.style and not isinstance(_load_plainly(text), str) else text
+
+
+def _load_plainly(text: str) -> Any:
+    try:
+        return get_loader("yaml")(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _keep_texts(content: Any, texts: Any) -> Any:
+    """Returns what the parser has read with each text that `_TextLoader` has kept as one."""
+    if isinstance(texts, dict) and isinstance(content, dict):
+        return {key: _keep_texts(value, texts.get(key)) for key, value in content.items()}
+    if isinstance(texts, list) and isinstance(content, list):
+        return [_keep_texts(*pair) for pair in zip(content, texts, strict=True)]
+    return texts if isinstance(texts, _Text) else content
+
+
+yaml.SafeDumper.add_representer(_Text, lambda dumper, text: dumper.represent_str(str(text)))
+register_type(_Text, serializer=str, deserializer=_Text)
+
+
 def _load_yaml(text: str) -> Any:
     """Returns YAML as the parser reads it, with `groups` of the optimizer among its `init_args`."""
     content = get_loader("yaml")(text)
+    if isinstance(content, dict | list):
+        content = _keep_texts(content, yaml.load(text, _TextLoader))
     # The text is that of a file, or the value of --optimizer.
     optimizer = content.get("optimizer", content) if isinstance(content, dict) else None
     if isinstance(optimizer, dict) and optimizer.keys() >= {"class_path", _GROUPS}:
@@ -375,14 +417,16 @@ def _fields(sections: dict[str, type]) -> list[str]:
     ]
 
 
-def _restore_keys(values: Any, parsed: Any) -> Any:
-    """Returns dumped values with the keys that were parsed: the parser dumps those of `dict[int, ...]` as text."""
+def _restore(values: Any, parsed: Any) -> Any:
+    """Returns dumped values with keys and texts as parsed: the parser dumps a key of `dict[int, ...]` as text."""
+    if isinstance(parsed, _Text):
+        return str(parsed)
     if isinstance(values, list) and isinstance(parsed, list | tuple):
-        return [_restore_keys(value, part) for value, part in zip(values, parsed, strict=True)]
+        return [_restore(value, part) for value, part in zip(values, parsed, strict=True)]
     if not isinstance(values, dict) or not isinstance(parsed, dict):
         return values
     keys = {str(key): key for key in parsed}
-    return {keys.get(key, key): _restore_keys(value, parsed.get(keys.get(key, key))) for key, value in values.items()}
+    return {keys.get(key, key): _restore(value, parsed.get(keys.get(key, key))) for key, value in values.items()}
 
 
 def _without_defaults(value: Any) -> Any:

@@ -74,7 +74,6 @@ GRAMMAR: dict[str, list[Any]] = {
 RARE = ("wrap", "ignore_index", "multidim_average")
 ALLOWED = {
     "cannot be put together from parts": "torchmetrics defines no reduction for its state.",
-    "but got True": "a fault that stays: a text in nested arguments is read as YAML, so that 'true' becomes True.",
     "must be non-empty": "a retrieval metric itself refuses a batch of which ignore_index leaves no row.",
 }
 LOSSES = {"binary": "BCEWithLogits", "labels": "BCEWithLogits", "class": "CrossEntropy", "places": "CrossEntropy"}

@@ -62,3 +62,16 @@ task:
 def test_the_shipped_digits_configurations_are_read() -> None:
     for file in (ROOT / "conf").glob("digits*.yaml"):
         load_config(file)
+
+
+@pytest.mark.parametrize("text", ["true", "null", "007", "1e3", "[1]", "{a: 1}", "12:30:00"])
+def test_a_text_in_the_arguments_of_a_class_stays_a_text(tmp_path: Path, text: str) -> None:
+    metric = {"class_path": "torchmetrics.MeanMetric", "init_args": {"name": text, "names": [text], "number": 12}}
+    arguments = {"inputs": ["x"], "target": "y", "metrics": {"m": metric}}
+    arguments |= {name: {"class_path": f"torch.nn.{one}"} for name, one in [("model", "Identity"), ("loss", "MSELoss")]}
+    task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": arguments}
+    config = load_config(task=task, data__path="x")
+    assert config.task.init_args["metrics"]["m"] == metric
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert load_config(file) == config
