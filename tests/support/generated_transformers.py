@@ -29,7 +29,8 @@ _BERT = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 _BERT |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _TEXT = _BERT | {"vocab_size": WORDS, "max_position_embeddings": 16, "pad_token_id": 0}
 _GPT2 = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "pad_token_id": 0}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}
+_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0}
+_GPT2 |= {"bos_token_id": 1, "eos_token_id": 1}
 _LLAMA = {name: value for name, value in _TEXT.items() if "dropout" not in name}
 MODELS: dict[str, dict[str, Any]] = {
     "Bert": _TEXT,
