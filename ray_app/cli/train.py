@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
             print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
             return 2
         if not isinstance(error, RayAppError):
-            # Nobody foresaw it, so its text may not say where it comes from.
+            # It is unexpected, so its text may not say where it comes from.
             print(redact(traceback.format_exc()), file=sys.stderr)
         print(redact(f"The run failed: {type(error).__name__}: {error}"), file=sys.stderr)
         if getattr(error, "retryable", True) and started:

@@ -461,14 +461,12 @@ def _write_all(
     shuffled = _shuffle(runs, part_of, options, folder, run, addition)
     number = addition.number if addition else 1
     hashes = {side: keep_hashes(side_folder(folder, side), rows, number) for side, rows in written.hashes.items()}
-    eval_leaks = described["eval"].get("leaks") if described and "eval" in described else None
-    leaks = find_leaks(hashes, written.overlaps, len(part_of) > len(parts), eval_leaks)
+    leaks = find_leaks(hashes, written.overlaps, len(part_of) > len(parts), described or {})
     descriptions = {}
     for side, part in part_of.items():
         before = described[side] if described else None
-        side_leaks = leaks.get(side)
         notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_id_notes(ids)]
-        notes += make_leak_notes(side, side_leaks)
+        notes += make_leak_notes(side, leaks.get(side))
         if before is not None:
             stale = {*make_leak_notes(side, before.get("leaks")), *make_id_notes(ids)}
             before = {**before, "notes": [note for note in before["notes"] if note not in stale]}
@@ -483,7 +481,7 @@ def _write_all(
             put_atomic(target / name, format_refused([*refused[side], *part.skipped_files]))
         delivery = {"content": content_digest(written.hashes.values())}
         description = {"format_version": FORMAT_VERSION, "source": options.source, **facts}
-        description |= {"parts": sorted(part_of), "made_from": made_from, "leaks": side_leaks, **delivery}
+        description |= {"parts": sorted(part_of), "made_from": made_from, "leaks": leaks.get(side), **delivery}
         description |= {"ids": ids} if ids else {}
         if before is not None:
             description |= describe_addition(before, facts, made_from, delivery)

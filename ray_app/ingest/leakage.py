@@ -244,7 +244,7 @@ def find_leaks(
     hashes: Mapping[str, RowHashes],
     overlaps: Iterable[Mapping[str, Sequence[int]]],
     is_divided: bool,
-    before: Leaks | None = None,
+    described: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Leaks]:
     """Returns the counts of the rows of each data set that are equal to training rows, or overlap them.
 
@@ -252,7 +252,7 @@ def find_leaks(
         hashes: The hashes of all rows by data set.
         overlaps: The counts of `Overlaps` of each input split.
         is_divided: Whether the ingest has divided the rows.
-        before: The counts of `eval` before a delivery, of which windows are kept.
+        described: The descriptions before a delivery, of which the counts of windows are kept.
     """
     if "train" not in hashes:
         return {}
@@ -263,7 +263,8 @@ def find_leaks(
             leaks[side] = {**counts, "windows": {}, "is_divided": is_divided and side == "eval"}
     if "eval" in leaks:
         windows = leaks["eval"]["windows"]
-        for more in [*([before["windows"]] if before else []), *overlaps]:
+        before = described.get("eval", {}).get("leaks") or {}
+        for more in [before.get("windows", {}), *overlaps]:
             for name, (count, axis, shift) in more.items():
                 windows[name] = [count + windows.get(name, [0])[0], axis, shift]
     return leaks

@@ -174,7 +174,8 @@ def same_in_each_process() -> Iterator[None]:
     Inference mode is off in it, since an evaluation may be the first to make an object, and backward cannot use tensors
     that are made in that mode.
     """
-    python, numpy, token = random.getstate(), np.random.get_state(), IS_SEEDED_ALIKE.set(True)
+    python, numpy = random.getstate(), np.random.get_state()
+    token = IS_SEEDED_ALIKE.set(True)
     try:
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
             torch.manual_seed(0)

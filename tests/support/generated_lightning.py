@@ -101,8 +101,8 @@ class Module(pl.LightningModule):
         error, zeros = outputs.detach().abs().mean(), torch.zeros_like(outputs)
         match how:
             case "mean" | "float" | "by step" | "by epoch":
-                value, by_step, by_epoch = float(error) if how == "float" else error, how != "by epoch", how != "mean"
-                self.log("part/error", value, on_step=by_step, on_epoch=by_epoch, prog_bar=True)
+                value = float(error) if how == "float" else error
+                self.log("part/error", value, on_step=how != "by epoch", on_epoch=how != "mean", prog_bar=True)
             case "integer":
                 self.log("three", 3)
             case "metric":
@@ -149,7 +149,8 @@ class Module(pl.LightningModule):
         return {"return": loss, "dict": {"loss": loss}, "other": 2 * loss, "loss and other": 2 * loss}.get(how)
 
     def configure_optimizers(self) -> Any:
-        net, program, (name, options) = self.net, self.program, self.program["optimizer"]
+        net, program = self.net, self.program
+        name, options = program["optimizer"]
         parameters: dict[str, Any] = {
             "trainable": filter(lambda p: p.requires_grad, self.parameters()),
             "groups": [{"params": list(net.first.parameters())}, {"params": list(net.last.parameters()), "lr": 0.003}],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 FEATURES, CLASSES = 5, 4
 POSITIONS = 3
-WITH_PARAMETERS = ("LearnedVariance", "Centres")
+WITH_PARAMETERS = ("TrainedVariance", "Centres")
 """The losses with parameters, which are a part of the model."""
 
 
@@ -73,7 +73,7 @@ class Model(nn.Module):
         return {"hidden": hidden, "scores": scores} if self.named == "dict" else Outputs(hidden, scores)
 
 
-class LearnedVariance(nn.Module):
+class TrainedVariance(nn.Module):
     """Gives the negative logarithm of a normal distribution's density with a trained variance, for each row."""
 
     def __init__(self) -> None:

@@ -90,7 +90,7 @@ LOSSES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("L1Loss", {}),
         ("HuberLoss", {"delta": 0.5}),
         ("SmoothL1Loss", {"beta": 0.5}),
-        ("LearnedVariance", {}),
+        ("TrainedVariance", {}),
     ],
     "numbers": [
         ("MSELoss", {}),
@@ -235,7 +235,7 @@ def make_columns(program: Program, rows: int, seed: int) -> dict[str, np.ndarray
     return columns | {"x": x[:, :2].copy(), "z": x[:, 2:].copy()}
 
 
-def write_rows(folder: Path, columns: dict[str, np.ndarray], has_lists: bool) -> str:
+def write_rows(folder: Path, columns: dict[str, np.ndarray], has_lists: bool = False) -> str:
     """Writes columns as Parquet with small row groups, without the padding of lists; returns the folder."""
     folder.mkdir(parents=True)
     pairs = [to_column(name, values) for name, values in columns.items() if not has_lists or name not in "xz"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.torch
+import torch
 from torch import nn
 
 from ray_app.plan.order import Plan
+from ray_app.runlog.evaluations import read_scores
+from ray_app.testing import TrainedRun
+from ray_app.train.job import Job
 from tests.support import generated_programs as programs
-from tests.support.generated_programs import ROWS, Program
+from tests.support.generated_programs import ROWS, Ended, Program
 
 Grammar = dict[str, list[Any]]
 SIMPLEST = {name: options[0] for name, options in programs.GRAMMAR.items()}
@@ -73,3 +79,37 @@ def planned_batches(program: Program, plan: Plan, make_batch: Callable[[np.ndarr
 def sums(values: Iterable[float], parts: int) -> list[float]:
     """Returns the sums of so many values each."""
     return np.array(list(values)).reshape(-1, parts).sum(1).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Computes in one thread, as the plain loop and the run do in the same order then."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compare(job: Job, run: TrainedRun, plain: Ended) -> str:
+    """Returns the first difference of losses, state and evaluation beyond rounding."""
+    ours = [loss for _, loss, *_ in run.steps]
+    if len(ours) != len(plain.losses):
+        return f"{len(ours)} steps, {len(plain.losses)} by the plain loop"
+    # A number of bfloat16 has 8 significant bits, and the plain loop rounds the gradient of the whole batch, while a
+    # run rounds that of each logical worker.
+    tolerance = 2**-8 if job.config.train.precision == "bf16" else 2e-4
+    for step, (a, b) in enumerate(zip(ours, plain.losses, strict=True), 1):
+        if not math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance):
+            return f"the loss of step {step} is {a}, by the plain loop {b}"
+    state = run.snapshot.model
+    if set(state) != set(plain.state):
+        return f"other names in the state: {sorted(set(state) ^ set(plain.state))}"
+    for name, value in plain.state.items():
+        distance = (state[name].double() - value.double()).abs().max().item()
+        if not distance <= 5 * tolerance * max(1.0, value.double().abs().max().item()):
+            return f"{name} differs by {distance}"
+    evaluations = read_scores(job.paths)
+    for name, value in plain.evaluation.items():
+        if not math.isclose(evaluations[-1].metrics[name], value, rel_tol=5 * tolerance, abs_tol=5 * tolerance):
+            return f"{name} of the evaluation is {evaluations[-1].metrics[name]}, by the plain loop {value}"
+    return ""

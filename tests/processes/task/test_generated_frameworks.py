@@ -15,11 +15,10 @@ from ray_app import load_config
 from ray_app.errors import RayAppError
 from ray_app.task.metrics import combine, score
 from ray_app.testing import FileStoreMembership, Hooks, make_job, read_trained_run, stream_windows, train_rank
-from tests.processes.task.test_generated_programs import compare, one_thread  # noqa: F401
 from tests.support import generated_lightning, generated_metrics, generated_transformers
 from tests.support.generated_programs import Program, assert_none_differs
 from tests.support.local_world import CPU
-from tests.support.program_search import draw_choices
+from tests.support.program_search import compare, draw_choices, one_thread  # noqa: F401
 
 SEARCHED = 300
 CLASS_METRICS = generated_metrics.METRICS["class"]

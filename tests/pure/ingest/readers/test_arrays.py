@@ -173,7 +173,8 @@ def test_only_names_of_inputs_and_labels_become_lower_case(tmp_path: Path) -> No
 
 
 def test_equal_arrays_reuse_the_data_set_and_changed_arrays_are_refused(tmp_path: Path) -> None:
-    out, x, y = str(tmp_path / "out"), np.arange(240, dtype=np.uint8).reshape(40, 2, 3), np.arange(40) % 3
+    out = str(tmp_path / "out")
+    x, y = np.arange(240, dtype=np.uint8).reshape(40, 2, 3), np.arange(40) % 3
     assert ingest_arrays(out, x=x, y=y).rows == 40
     columns = read_columns(tmp_path / "out")
     np.testing.assert_array_equal(columns["image"], x)
