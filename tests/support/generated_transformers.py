@@ -73,8 +73,8 @@ def adapt(program: Program) -> Program:
         program["smoothing"] = 0.0
     # Trainer takes means of means over words where the model does not take the number of words.
     program["accumulate"] &= program["kind"] not in ("words", "masked")
-    if program["batch"] == ROWS and program["scheduler"] == "polynomial":
-        # A run of as many steps as the warmup divides by zero in its schedule of transformers.
+    if program["scheduler"] == "polynomial":
+        # The schedule of transformers divides by zero where a run is as short as its warmup.
         program["warmup"] = 0
     return complete(program)
 
