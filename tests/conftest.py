@@ -180,8 +180,10 @@ def az_folder(az_server: AzureServer) -> ObjectPath:
 
 @pytest.fixture(autouse=True)
 def _same_threads() -> Iterator[None]:
-    """Restores the settings of this process, which a worker's code may change."""
+    """Restores the settings of this process, which a worker's code may change, and the variable that MLflow sets."""
     from ray_app.task.environment import restore_process_state
 
-    with restore_process_state():
+    with restore_process_state(), pytest.MonkeyPatch.context() as environment:
+        environment.delenv("MLFLOW_TRACKING_URI", raising=False)
         yield
+        os.environ.pop("MLFLOW_TRACKING_URI", None)
