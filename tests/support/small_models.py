@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -40,12 +41,15 @@ def detector(num_classes: int, **sizes: Any) -> nn.Module:
     )
 
 
+def count_calls() -> int:
+    """Returns the number of calls in this process and its parents; the start sees what objects keep, but not this."""
+    os.environ["TEST_CALLS"] = str(calls := 1 + int(os.environ.get("TEST_CALLS", "0")))
+    return calls
+
+
 class FlipEveryThird:
     """A transform with state: it flips every third image upside down."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        self.calls += 1
-        return {name: values.flip(-2) if self.calls % 3 == 0 else values for name, values in sample.items()}
+        is_third = count_calls() % 3 == 0
+        return {name: values.flip(-2) if is_third else values for name, values in sample.items()}
