@@ -152,7 +152,7 @@ def is_read_as_float(kind: pa.DataType) -> bool:
 def read_as_float(column: pa.ChunkedArray | pa.Array) -> pa.ChunkedArray | pa.Array:
     """Returns the values of a type of `is_read_as_float`; of a decimal of many digits the nearest number."""
     if pa.types.is_decimal(column.type):
-        # Arrow's own conversion of decimals rounds twice: 729.0500000000 becomes 729.0500000000001.
+        # Arrow's cast of decimals to float64 rounds twice: 729.0500000000 becomes 729.0500000000001.
         return column.cast(pa.string()).cast(pa.float64())
     stored = column.cast(pa.int32()).cast(pa.int64()) if pa.types.is_time32(column.type) else column.cast(pa.int64())
     return pc.divide(stored.cast(pa.float64(), safe=False), _UNITS[column.type.unit])

@@ -394,6 +394,8 @@ def _keep_texts(content: Any, texts: Any) -> Any:
     return texts if isinstance(texts, _Text) else content
 
 
+# The parser reads dates as texts, too.
+_TextLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(node.value))
 yaml.SafeDumper.add_representer(_Text, lambda dumper, text: dumper.represent_str(str(text)))
 register_type(_Text, serializer=str, deserializer=_Text)
 

@@ -19,7 +19,7 @@ CEILINGS = {
     "ray_app/config": 1_750,
     "ray_app/data": 4_356,
     "ray_app/drill": 2_823,
-    "ray_app/driver": 2_999,
+    "ray_app/driver": 3_001,
     "ray_app/evaluate": 660,
     "ray_app/ingest": 9_634,
     "ray_app/keras": 1_001,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_332,
     "ray_app/watch": 1_126,
     "ray_app/*.py": 2_216,
-    "tests": 71_544,
+    "tests": 71_546,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

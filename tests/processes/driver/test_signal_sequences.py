@@ -8,7 +8,6 @@ import random
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,13 @@ GRAMMAR: dict[str, list[Any]] = {
     "first": _SIGNALS[1:],
     "second": _SIGNALS,
     "third": _SIGNALS,
-    # The step after which the first one comes, and the milliseconds before each.
+    # The first one comes after a step, each other one at once or as many steps later; the end counts as one, too.
     "step": list(range(STEPS + 1)),
-    **{f"wait of {name}": [0.0, 0.1, 1.0, 5.0] for name in ("first", "second", "third")},
+    **{f"steps before {name}": [0, 1, 2] for name in ("second", "third")},
 }
 Program = dict[str, Any]
+_END = b"\xff"
+"""What the process writes when its training has ended; after each step it writes the step."""
 
 
 @pytest.fixture
@@ -59,15 +60,16 @@ def train_in_child(job: Job, program: Program | None) -> tuple[int, int]:
     if not child:
         os._exit(_train(job, writing))
     os.close(writing)
-    step = -1
+    step, at = -1, 0
+    due: list[tuple[int, signal.Signals]] = []
+    for name in ("first", "second", "third") if program else ():
+        at += program["step"] if name == "first" else program[f"steps before {name}"]
+        due += [(at, program[name])] if program[name] is not None else []
     with open(reading, "rb", buffering=0) as steps:
-        while news := steps.read(1):
-            step = news[0]
-            if program and step == program["step"]:
-                for name in ("first", "second", "third"):
-                    if program[name] is not None:
-                        time.sleep(program[f"wait of {name}"] / 1000)
-                        os.kill(child, program[name])
+        for event, news in enumerate(iter(lambda: steps.read(1), b"")):
+            step = step if news == _END else news[0]
+            for number in (number for at, number in due if at == event):
+                os.kill(child, number)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), step
 
 
@@ -75,16 +77,16 @@ def _train(job: Job, steps: int) -> int:
     interrupted = threading.Event()
 
     def work() -> int:
-        try:
+        # A late signal of the sequence meets these handlers.
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        with stop_at_signals(interrupted):
             os.write(steps, b"\0")
-            with stop_at_signals(interrupted):
-                membership = SingleProcessMembership(job.plan.logical_workers, interrupted.is_set)
-                train_in_process(job, membership, Hooks(after_step=lambda _, step: os.write(steps, bytes([step]))))
-            [*_, last] = CheckpointStore(job.paths).commits()
-            return EXIT_CODES["finished" if last.step == job.total_steps else "interrupted"]
-        finally:
-            # This process ends before a late signal reaches it without a handler.
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            membership = SingleProcessMembership(job.plan.logical_workers, interrupted.is_set)
+            train_in_process(job, membership, Hooks(after_step=lambda _, step: os.write(steps, bytes([step]))))
+            os.write(steps, _END)
+        [*_, last] = CheckpointStore(job.paths).commits()
+        return EXIT_CODES["finished" if last.step == job.total_steps else "interrupted"]
 
     return exit_code(work, "The run failed")
 
