@@ -16,6 +16,7 @@ import os
 import posixpath
 import re
 import statistics
+import tempfile
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from ray_app.runlog.history import means
 from ray_app.runlog.journal import RecordReader, StepRecord, read_events
 from ray_app.runlog.paths import RunPaths, from_known_fields
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import Location, list_files, put_json, read_json
+from ray_app.storage.files import Location, list_files, put_atomic, put_json, read_json
 
 _LOST_AFTER_S = 60.0
 """Time that the steps after a missing one must span before it counts as lost."""
@@ -436,7 +437,7 @@ class MlflowRun:
 
 
 def connect(uri: str) -> Any:
-    """Returns a client of MLflow with short timeouts and few log lines; creates the folder of a SQLite file.
+    """Returns a client of MLflow with short timeouts and few log lines; creates a SQLite file that does not exist.
 
     The import of MLflow takes about a second.
     """
@@ -448,9 +449,25 @@ def connect(uri: str) -> Any:
 
     for logger_name in ("mlflow.store.db.utils", "alembic", "mlflow.pyfunc"):
         logging.getLogger(logger_name).setLevel(logging.WARNING)
-    if uri.startswith("sqlite"):
-        Path(sqlite_file(uri)).parent.mkdir(parents=True, exist_ok=True)
+    if uri.startswith("sqlite") and (file := sqlite_file(uri)) and not Path(file).exists():
+        _make_database(Path(file))
     return MlflowClient(tracking_uri=uri, registry_uri=os.environ.get("MLFLOW_REGISTRY_URI") or uri)
+
+
+def _make_database(file: Path) -> None:
+    """Writes an empty database of MLflow, unless another process has written it meanwhile.
+
+    MLflow creates its tables in place by dozens of migrations without a lock: two runs that start at once, or a driver
+    that is killed meanwhile, leave a file that no later run can use (table _alembic_tmp_params already exists).
+    """
+    from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "mlflow.db")
+        store = SqlAlchemyStore(f"sqlite:///{made}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        store.engine.dispose()
+        put_atomic(file, made.read_bytes(), if_absent=True)
 
 
 def sqlite_file(uri: str) -> str:

@@ -72,6 +72,31 @@ def run(tmp_path: Path, store: str) -> RecordedRun:
     return RecordedRun(tmp_path / f"run-{tmp_path.name}", store)
 
 
+def test_runs_that_start_at_once_create_one_database(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"
+    program = (
+        "import sys; import mlflow.store.tracking.sqlalchemy_store; from ray_app.track.mlflow_client import connect\n"
+        "print('ready', flush=True); sys.stdin.readline(); connect(sys.argv[1]).create_experiment(sys.argv[2])"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, uri, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for name in "ab"
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=120)
+    assert [process.returncode for process in processes] == [0, 0]
+    assert {experiment.name for experiment in connect(uri).search_experiments()} == {"Default", "a", "b"}
+
+
 def test_a_run_is_tracked_from_start_to_end(run: RecordedRun) -> None:
     tracker = run.tracker({"kind": "test", "from": "http://me:secret@git/x"})
     put_event(run.paths, "failed", 1, number=1)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copy, copytree
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,6 @@ class Days:
         self.folder, self.train = folder, folder / "data" / "train"
         self.train.mkdir(parents=True)
         copytree(digits / "eval", folder / "data" / "eval")
-        copy(digits / "train" / "_dataset.json", self.train)
         table = pa.concat_tables(pq.read_table(file) for file in sorted((digits / "train").glob("*.parquet")))
         self.rows = table.take(np.random.default_rng(0).permutation(len(table)))
         self.deliver("first", 0, 150)
