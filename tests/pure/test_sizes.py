@@ -34,11 +34,11 @@ CEILINGS = {
     "ray_app/storage": 1_614,
     "ray_app/submit": 664,
     "ray_app/task": 9_615,
-    "ray_app/track": 1_014,
+    "ray_app/track": 1_031,
     "ray_app/train": 9_332,
     "ray_app/watch": 1_126,
     "ray_app/*.py": 2_216,
-    "tests": 71_546,
+    "tests": 71_570,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
