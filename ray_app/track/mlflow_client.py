@@ -464,10 +464,10 @@ def _make_database(file: Path) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "mlflow.db")
-        store = SqlAlchemyStore(f"sqlite:///{made}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        database = Path(folder, "mlflow.db")
+        store = SqlAlchemyStore(f"sqlite:///{database}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
         store.engine.dispose()
-        put_atomic(file, made.read_bytes(), if_absent=True)
+        put_atomic(file, database.read_bytes(), if_absent=True)
 
 
 def sqlite_file(uri: str) -> str:
