@@ -146,9 +146,9 @@ def _open_table(table: Any) -> tuple[pa.Schema, _Rows]:
 
 def _open_reader(table: Any) -> pa.RecordBatchReader | None:
     """Returns the reader of a table that its library reads as Arrow; None for other objects."""
-    if hasattr(table, "fetch_record_batch"):
-        # A cursor of ADBC or DuckDB.
-        return table.fetch_record_batch()
+    if fetch := getattr(table, "to_arrow_reader", getattr(table, "fetch_record_batch", None)):
+        # A cursor of DuckDB or ADBC.
+        return fetch()
     if hasattr(table, "to_pyarrow_dataset"):
         # A table of deltalake.
         return table.to_pyarrow_dataset().scanner().to_reader()

@@ -374,6 +374,8 @@ def _to_list(values: Any) -> list[Any]:
 def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
     """Returns rows as dictionaries, and a table without `keys`, as a dictionary of columns; other data unchanged.
 
+    A table is one of Arrow, Polars or DuckDB, or a reader of such.
+
     Args:
         names: The columns and inputs that the model takes.
         is_raw: Whether the model takes raw rows by column; if not, a table may be one array.
@@ -387,6 +389,13 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
                     " value."
                 )
         return {name: [row.get(name) for row in data] for name in keys}
+    if hasattr(data, "__arrow_c_stream__") and not {"keys", "to_dict", "to_pydict"} & {*dir(data)}:
+        import pyarrow as pa
+
+        # A reader of Arrow, or a relation of DuckDB, whose query would be executed again for each column.
+        data = pa.table(data)
+    if hasattr(data, "collect"):
+        raise ValueError(f"A {type(data).__name__} has no rows yet; call collect() of Polars or toPandas() of Spark.")
     table_names = getattr(data, "column_names", getattr(data, "columns", None))
     if not is_by_name(data) and table_names is not None and (is_raw or len(names) > 1):
         return {name: _to_list(data[name]) if name in names else [] for name in table_names}

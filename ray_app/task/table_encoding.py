@@ -270,12 +270,18 @@ def to_seconds(values: Any) -> npt.NDArray[np.float64]:
     return np.where(np.isnat(array), np.nan, seconds)
 
 
+_NO_DATE = re.compile(r"\s*(#?N/?A|NaN|NaT|null|none)\s*", re.IGNORECASE)
+"""Words that other tools write in place of a missing date; among other texts they may be words."""
+
+
 def _parse_date(value: Any) -> datetime | None:
     if is_missing(value):
         return None
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime(value.year, value.month, value.day)
     if isinstance(value, str):
+        if _NO_DATE.fullmatch(value):
+            return None
         try:
             value = datetime.fromisoformat(value.strip())
         except ValueError as error:

@@ -290,15 +290,14 @@ def _count_categories(
 
 
 def _are_dates(texts: Collection[str | None]) -> bool:
-    """Whether all texts are dates of ISO 8601."""
+    """Whether all texts are dates of ISO 8601, or words that stand for a missing one."""
     present = [text for text in texts if text is not None]
-    if not present or not all(map(_ISO_DATE.match, present)):
-        return False
     try:
-        to_seconds(present)
+        seconds = to_seconds(present)
     except ValueError:
         return False
-    return True
+    dates = [text for text, value in zip(present, seconds, strict=True) if not math.isnan(value)]
+    return bool(dates) and all(map(_ISO_DATE.match, dates))
 
 
 def count_values(data: DataFacts, names: Sequence[str]) -> dict[str, Counter[str | None]]:

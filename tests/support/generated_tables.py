@@ -1,4 +1,4 @@
-"""Tables drawn from a grammar, written as pandas, pyarrow and Python write them, and compared with what is read back.
+"""Tables drawn from a grammar, written by pandas, pyarrow, Polars, DuckDB and Python, and compared as read back.
 
 A table is a choice for each key of `GRAMMAR`, of which the first is the simplest.
 """
@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import duckdb
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
@@ -81,7 +83,7 @@ KINDS: dict[str, tuple[pa.DataType, Callable[[random.Random], Any]]] = {
 NESTED = ("list", "fixed list", "matrix", "ragged", "object", "bytes")
 GRAMMAR: dict[str, list[Any]] = {
     "format": ["parquet", "arrow", "table", "csv", "json"],
-    "tool": ["pyarrow", "pandas", "python"],
+    "tool": ["pyarrow", "pandas", "python", "polars", "duckdb"],
     "dtypes": ["numpy", "nullable", "arrow"],
     **{name: list(KINDS) for name in ("first", "second", "third")},
     "names": [["a", "b", "c"], ["größe (m²)", "a b", 'say "x"'], ["1990", "2000", "2010"], ["x;y", "u,v", "a\tb"]],
@@ -115,12 +117,21 @@ def possible(program: Program) -> Program:
         program["tool"] = "pyarrow"
     if program["format"] == "json" and program["tool"] == "pyarrow":
         program["tool"] = "pandas"
+    if program["format"] == "arrow" and program["tool"] == "duckdb":
+        program["format"] = "parquet"
     if program["format"] in ("csv", "json"):
         for name in ("first", "second", "third"):
             # pandas 3.1 crashes where it writes string views as JSON.
             no_json = program[name] in ("bytes", "object", "view")
             if program[name] in (*NESTED, "view") and (program["format"] == "csv" or no_json):
                 program[name] = "float"
+    for name in ("first", "second", "third"):
+        kind = program[name]
+        if program["tool"] == "duckdb" and kind == "half":
+            # DuckDB reads none from Arrow.
+            program[name] = "float"
+        if program["tool"] == "polars" and program["format"] == "csv" and kind == "duration":
+            program[name] = "float"
     if program["format"] == "csv" and program["decimal"] == program["delimiter"]:
         program["decimal"] = "."
     return program
@@ -168,16 +179,21 @@ def write(program: Program, folder: Path) -> tuple[Path | Any, dict[str, list[An
     values = {name: frame[name].tolist() if is_pandas else table[name].to_pylist() for name in table.column_names}
     file = folder / f"table.{'jsonl' if program['format'] == 'json' else program['format']}"
     if program["format"] == "table":
-        return frame if is_pandas else table, values
+        makers = {"pandas": lambda _: frame, "polars": pl.from_arrow, "duckdb": duckdb.from_arrow}
+        return makers.get(program["tool"], lambda made: made)(table), values
     if program["format"] == "csv":
         _write_csv(program, file, table, frame)
     elif program["format"] == "json":
         if is_pandas:
             frame.to_json(file, orient="records", lines=True, date_format=program["dates"], index=False)
+        elif program["tool"] in ("polars", "duckdb"):
+            _write_by_engine(program, file, table)
         else:
             file.write_text("".join(json.dumps(row, default=str) + "\n" for row in table.to_pylist()))
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         values = {name: [line[name] for line in lines] for name in lines[0]}
+    elif program["tool"] in ("polars", "duckdb"):
+        _write_by_engine(program, file, table)
     elif program["format"] == "parquet":
         frame.to_parquet(file, index=program["index"]) if is_pandas else pq.write_table(table, file)
     else:
@@ -185,6 +201,17 @@ def write(program: Program, folder: Path) -> tuple[Path | Any, dict[str, list[An
         with pa.ipc.new_file(file, written.schema) as stream:
             stream.write_table(written)
     return file, values
+
+
+def _write_by_engine(program: Program, file: Path, table: pa.Table) -> None:
+    """Writes Parquet, Arrow or JSON lines by Polars or DuckDB."""
+    form = program["format"]
+    if program["tool"] == "duckdb":
+        relation = duckdb.from_arrow(table)
+        relation.query("made", f"copy made to '{file}' (format {form})")
+    else:
+        frame: Any = pl.from_arrow(table)
+        {"parquet": frame.write_parquet, "arrow": frame.write_ipc, "json": frame.write_ndjson}[form](file)
 
 
 def _write_csv(program: Program, file: Path, table: pa.Table, frame: pd.DataFrame) -> None:
@@ -201,6 +228,16 @@ def _write_csv(program: Program, file: Path, table: pa.Table, frame: pd.DataFram
             )
             writer.writerow(table.column_names)
             writer.writerows(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        elif program["tool"] == "polars":
+            frame_of_polars: Any = pl.from_arrow(table)
+            ends = {"null_value": program["missing"], "line_terminator": program["line_end"]}
+            stream.write(frame_of_polars.write_csv(separator=mark, quote_char=quote, **ends))
+        elif program["tool"] == "duckdb":
+            relation, part = duckdb.from_arrow(table), file.with_name("duckdb.csv")
+            options = f"format csv, header, delimiter '{mark}', quote '{quote * 2 if quote == chr(39) else quote}'"
+            relation.query("made", f"copy made to '{part}' ({options}, nullstr '{program['missing']}')")
+            stream.write(part.read_text(encoding="utf-8"))
+            part.unlink()
     if program["tool"] == "pyarrow":
         plain = {
             name: column.cast(pa.string()) if column.type == pa.string_view() else column
@@ -255,7 +292,9 @@ def is_same(ours: Any, theirs: Any) -> bool:
         is_equal = str(ours) == theirs or (isinstance(ours, bool) and str(ours).lower() == theirs.lower())
     elif isinstance(theirs, Decimal):
         is_equal = Decimal(ours) == theirs if isinstance(ours, str) else ours == float(theirs)
-    elif isinstance(theirs, datetime.timedelta | datetime.time):
+    elif isinstance(theirs, datetime.time):
+        is_equal = ours == theirs or pd.Timestamp(f"2000-01-01 {ours}").time() == theirs
+    elif isinstance(theirs, datetime.timedelta):
         is_equal = str(ours) == str(theirs) or ours == theirs
     elif isinstance(theirs, datetime.date):
         is_equal = pd.Timestamp(ours) == pd.Timestamp(theirs)

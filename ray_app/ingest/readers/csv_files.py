@@ -120,10 +120,9 @@ class Csv(base.SourceReader):
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
         if (lines := self._format.skip_lines) and not self.options.skip_lines:
-            skipped = "the first line" if lines == 1 else f"the first {lines} lines"
+            skipped = f"the first line of {path} was" if lines == 1 else f"the first {lines} lines of {path} were"
             notes.append(
-                f"{skipped} of {path} were left out, since the header line follows. The option skip_lines names another"
-                " number."
+                f"{skipped} left out, since the header line follows. The option skip_lines names another number."
             )
         if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)

@@ -9,8 +9,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import duckdb
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -186,11 +188,10 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "pandas nullable": lambda file: pd.DataFrame(TABLE).convert_dtypes().to_parquet(file),
     "pandas arrow": lambda file: pd.DataFrame(TABLE).convert_dtypes(dtype_backend="pyarrow").to_parquet(file),
     "pandas categories": lambda file: pd.DataFrame(TABLE).astype({"t": "category"}).to_parquet(file),
-    "polars": lambda file: pq.write_table(
-        pa.table(TABLE, pa.schema({"n": pa.int64(), "t": pa.large_string(), "x": pa.float64()})), file
-    ),
-    # Spark and DuckDB store no schema of Arrow.
-    "duckdb": lambda file: pq.write_table(
+    "polars": lambda file: pl.DataFrame(TABLE).write_parquet(file),
+    "duckdb": lambda file: duckdb.from_arrow(pa.table(TABLE)).to_parquet(str(file)),
+    # Spark stores no schema of Arrow.
+    "spark": lambda file: pq.write_table(
         pa.table(TABLE).cast(pa.schema({"n": pa.int32(), "t": pa.string(), "x": pa.decimal128(18, 3)})),
         file,
         store_schema=False,

@@ -10,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import adbc_driver_sqlite.dbapi as adbc
+import duckdb
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
@@ -45,8 +47,11 @@ class RayData:
         pa.RecordBatchReader.from_batches(TABLE.schema, TABLE.to_batches()),
         TABLE.cast(pa.schema({"a": pa.int64(), "text": pa.large_string(), "v": pa.large_list(pa.float64())})),
         RayData(TABLE.slice(0, 2), TABLE.slice(2)),
+        pl.DataFrame(COLUMNS),
+        duckdb.from_arrow(TABLE),
+        duckdb.connect().execute("select unnest([1, 2, 3]) a, unnest(['x', 'y', 'x']) text, [2 * a - 1, 2 * a] v"),
     ],
-    ids=["arrow", "chunks", "pandas", "reader", "large", "ray"],
+    ids=["arrow", "chunks", "pandas", "reader", "large", "ray", "polars", "duckdb", "cursor of duckdb"],
 )
 def test_tables_of_each_library_become_the_same_columns(tmp_path: Path, table: Any) -> None:
     summary = ingest_table(str(tmp_path / "out"), table, label="text")
@@ -57,12 +62,8 @@ def test_tables_of_each_library_become_the_same_columns(tmp_path: Path, table: A
 
 
 def test_categories_and_texts_of_polars_are_read(tmp_path: Path) -> None:
-    """Both have Arrow's type of string views."""
-    texts = pa.array(["x", "y", "x"], pa.string_view())
-    categories = pa.DictionaryArray.from_arrays(
-        pa.array([0, 1, None], pa.uint32()), pa.array(["p", "q"], pa.string_view())
-    )
-    ingest_table(str(tmp_path / "out"), pa.table({"text": texts, "kind": categories, "a": [1, 2, 3]}), label="text")
+    table = pl.DataFrame({"text": ["x", "y", "x"], "kind": pl.Series(["p", "q", None], dtype=pl.Categorical)})
+    ingest_table(str(tmp_path / "out"), table, label="text")
     rows = read_columns(tmp_path / "out")
     assert (rows["label"], rows["kind"]) == ([0, 1, 0], ["p", "q", None])
 

@@ -7,8 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas as pd
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,7 +60,9 @@ def test_an_export_takes_rows_in_each_form(predictor: ModelPredictor) -> None:
     assert expected.shape == (2, 2)
     rows = [{name: values[i] for name, values in RAW_ROWS.items()} for i in range(2)]
     assert np.array_equal(predictor.predict(pd.DataFrame(RAW_ROWS), scores=True), expected)
-    assert np.array_equal(predictor.predict(pa.table(RAW_ROWS), scores=True), expected)
+    table = pa.table(RAW_ROWS)
+    readers = [table, pl.DataFrame(RAW_ROWS), duckdb.from_arrow(table), table.to_reader()]
+    assert all(np.array_equal(predictor.predict(rows, scores=True), expected) for rows in readers)
     assert np.array_equal(predictor.predict(rows, scores=True), expected)
     one = predictor.predict({name: values[:1] for name, values in RAW_ROWS.items()}, scores=True)
     assert np.array_equal(predictor.predict(rows[0], scores=True), one)
@@ -101,9 +105,10 @@ def test_an_error_of_an_export_names_row_and_column(
         (pa.table({"x": [0.5] * 1000}), "column 'sex' is missing; there are 'x'. Give the columns 'sex', 'fare'"),
         ([{"x": 1}, {"x": 2}], "column 'sex' is missing; there are 'x'. Give the columns 'sex', 'fare'"),
         ([RAW_ROWS, {"sex": "male"}], "Row 1, counted from 0, lacks 'fare', which other rows have; give None"),
+        (pl.LazyFrame(RAW_ROWS), r"A LazyFrame has no rows yet; call collect\(\) of Polars"),
         ([["male", 7.25, None, "2026-11-27"]], "several inputs, and list has no names. Give the columns 'sex', 'fare'"),
     ],
-    ids=["arrow", "rows", "lacking", "lists"],
+    ids=["arrow", "rows", "lacking", "lazy", "lists"],
 )
 def test_an_export_refuses_rows_without_its_columns(predictor: ModelPredictor, rows: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:

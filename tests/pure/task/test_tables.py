@@ -458,6 +458,20 @@ def test_an_array_is_no_rows_and_a_gap_beside_dates_is_no_text(tmp_path: Path) -
         encode_rows(alone.fitted, {"x": [1.0, 2.0]})
 
 
+@pytest.mark.parametrize("word", ["NA", " nan ", "N/A", "NaT", "null"])
+def test_a_word_for_a_missing_date_is_a_gap(tmp_path: Path, word: str) -> None:
+    fitted = []
+    for gap in (None, word):
+        days = [f"2026-01-{i + 1:02} 10:00:00.25+00" if i % 4 else gap for i in range(28)]
+        dataset = write_table(tmp_path / str(gap), {"day": days, "label": [0, 1] * 14})
+        task = prepare_task(TabularClassification(), dataset.facts)
+        assert isinstance(task, TabularClassification)
+        assert task.fitted is not None
+        fitted.append((task.fitted["columns"], decode_all_rows(task, dataset)["features"].tolist()))
+    assert fitted[1] == fitted[0]
+    assert fitted[0][0][0]["indicator"]
+
+
 def test_pandas_na_is_a_missing_value(tmp_path: Path) -> None:
     task = prepare(
         write_table(tmp_path, PEOPLE), features=["age", "cabin"], missing={"age": "median", "cabin": "category"}
