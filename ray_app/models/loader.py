@@ -392,7 +392,7 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
     if hasattr(data, "__arrow_c_stream__") and not {"keys", "to_dict", "to_pydict"} & {*dir(data)}:
         import pyarrow as pa
 
-        # A reader of Arrow, or a relation of DuckDB, whose query would be executed again for each column.
+        # A reader of Arrow, or a relation of DuckDB: its query would be executed again for each column.
         data = pa.table(data)
     if hasattr(data, "collect"):
         raise ValueError(f"A {type(data).__name__} has no rows yet; call collect() of Polars or toPandas() of Spark.")

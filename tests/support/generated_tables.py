@@ -180,7 +180,7 @@ def write(program: Program, folder: Path) -> tuple[Path | Any, dict[str, list[An
     file = folder / f"table.{'jsonl' if program['format'] == 'json' else program['format']}"
     if program["format"] == "table":
         makers = {"pandas": lambda _: frame, "polars": pl.from_arrow, "duckdb": duckdb.from_arrow}
-        return makers.get(program["tool"], lambda made: made)(table), values
+        return makers.get(program["tool"], lambda arrow: arrow)(table), values
     if program["format"] == "csv":
         _write_csv(program, file, table, frame)
     elif program["format"] == "json":
@@ -208,7 +208,7 @@ def _write_by_engine(program: Program, file: Path, table: pa.Table) -> None:
     form = program["format"]
     if program["tool"] == "duckdb":
         relation = duckdb.from_arrow(table)
-        relation.query("made", f"copy made to '{file}' (format {form})")
+        relation.query("rows", f"copy rows to '{file}' (format {form})")
     else:
         frame: Any = pl.from_arrow(table)
         {"parquet": frame.write_parquet, "arrow": frame.write_ipc, "json": frame.write_ndjson}[form](file)
@@ -235,7 +235,7 @@ def _write_csv(program: Program, file: Path, table: pa.Table, frame: pd.DataFram
         elif program["tool"] == "duckdb":
             relation, part = duckdb.from_arrow(table), file.with_name("duckdb.csv")
             options = f"format csv, header, delimiter '{mark}', quote '{quote * 2 if quote == chr(39) else quote}'"
-            relation.query("made", f"copy made to '{part}' ({options}, nullstr '{program['missing']}')")
+            relation.query("rows", f"copy rows to '{part}' ({options}, nullstr '{program['missing']}')")
             stream.write(part.read_text(encoding="utf-8"))
             part.unlink()
     if program["tool"] == "pyarrow":
