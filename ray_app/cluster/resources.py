@@ -238,8 +238,8 @@ def connection_errors() -> Iterator[None]:
     """Turns errors of connecting to Ray that a user can fix into errors that say how.
 
     Raises:
-        ConfigError: The cluster does not answer or requires a token, or the folder of Ray's sockets has too long a
-            path.
+        ConfigError: The cluster does not answer or requires a token, its address is none, or the folder of Ray's
+            sockets has too long a path.
     """
     try:
         yield
@@ -248,10 +248,12 @@ def connection_errors() -> Iterator[None]:
         raise ConfigError(
             f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
         ) from error
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
         # A cluster that requires a token does not answer to a process that sends none.
         raise ConfigError(
-            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
+            f"Ray does not answer: {reason.rstrip('.')}. Check the address (run.ray_address, RAY_ADDRESS) and that the"
+            " cluster runs."
             f" `ray start` may also have asked for a token. {_SET_TOKEN}"
         ) from error
     except OSError as error:

@@ -7,7 +7,9 @@ run, or updates the stored configuration of an existing one. `ray-app check` pri
 from __future__ import annotations
 
 import logging
+import os
 import time
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -208,7 +210,7 @@ def check_storage(config: Config) -> None:
     The check writes and removes files in the nearest existing parent.
 
     Raises:
-        ConfigError: No folder can be created there.
+        ConfigError: No folder can be created there, or the name of the run is that of another one to the file system.
     """
     folder = to_location(config.run.storage_path)
     if not isinstance(folder, Path):
@@ -216,6 +218,7 @@ def check_storage(config: Config) -> None:
     if (why := why_not_writable(folder)) is None:
         try:
             try_writing(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+            _refuse_name_of_other_case(folder, config.run.name)
             return
         except OSError as error:
             why = f"{error.strerror or error} ({folder})"
@@ -223,6 +226,20 @@ def check_storage(config: Config) -> None:
         f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
         " may write to, which all nodes see under the same path, or a prefix in a bucket."
     )
+
+
+def _refuse_name_of_other_case(folder: Path, name: str | None) -> None:
+    """Refuses `a` beside a run `A` where a file system finds it under both names (SMB, exFAT, Azure Files)."""
+    if name is None or not (folder / name).exists():
+        return
+    # A file system of macOS may compose letters in another way.
+    present = {unicodedata.normalize("NFC", file) for file in os.listdir(folder)}
+    if unicodedata.normalize("NFC", name) not in present:
+        other = next((file for file in present if file.casefold() == name.casefold()), name)
+        raise ConfigError(
+            f"run.name is {name!r}, and {folder} has a run {other!r}, which its file system takes for the same name."
+            f" Give another name, or {other!r} to continue that run."
+        )
 
 
 @dataclass(frozen=True)

@@ -404,6 +404,11 @@ def test_connection_errors_name_the_fix() -> None:
         connection_errors(),
     ):
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
+    with (
+        pytest.raises(ConfigError, match=r"does not answer: Invalid Ray address: 'http://x:1'\. Check the address"),
+        connection_errors(),
+    ):
+        raise ValueError("Invalid Ray address: 'http://x:1'.\n  1. Unset RAY_ADDRESS")
     with pytest.raises(OSError, match="no route"), connection_errors():
         raise OSError("no route")
 

@@ -49,6 +49,19 @@ def test_storage_without_links_and_such_a_rename_is_refused_before_the_start(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_with_the_name_of_another_one_in_other_case_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without case opens `A` as `a` and lists `A`; macOS lists letters in parts."""
+    config = Config().replace(run__storage_path=str(tmp_path), run__name="größe 1")
+    (tmp_path / "größe 1").mkdir()
+    monkeypatch.setattr(os, "listdir", lambda _: ["gro\u0308ße 1"])
+    check_storage(config)
+    monkeypatch.setattr(os, "listdir", lambda _: ["Größe 1"])
+    with pytest.raises(ConfigError, match="has a run 'Größe 1', which its file system takes for the same name"):
+        check_storage(config)
+
+
 @pytest.mark.parametrize(
     ("name", "number", "refusal"),
     [
