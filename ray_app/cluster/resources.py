@@ -248,12 +248,15 @@ def connection_errors() -> Iterator[None]:
         raise ConfigError(
             f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
         ) from error
-    except (ConnectionError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), "")
+    except ValueError as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise ConfigError(
+            f"Ray refuses a setting: {reason}. Check the address (run.ray_address) and the variables RAY_*."
+        ) from error
+    except ConnectionError as error:
         # A cluster that requires a token does not answer to a process that sends none.
         raise ConfigError(
-            f"Ray does not answer: {reason.rstrip('.')}. Check the address (run.ray_address, RAY_ADDRESS) and that the"
-            " cluster runs."
+            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
             f" `ray start` may also have asked for a token. {_SET_TOKEN}"
         ) from error
     except OSError as error:

@@ -405,7 +405,7 @@ def test_connection_errors_name_the_fix() -> None:
     ):
         raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.2:6379")
     with (
-        pytest.raises(ConfigError, match=r"does not answer: Invalid Ray address: 'http://x:1'\. Check the address"),
+        pytest.raises(ConfigError, match=r"setting: Invalid Ray address: 'http://x:1'\. Check the address"),
         connection_errors(),
     ):
         raise ValueError("Invalid Ray address: 'http://x:1'.\n  1. Unset RAY_ADDRESS")
