@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import locale
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,6 +38,8 @@ _NOT_RECORDED = ("TORCHINDUCTOR_*CACHE*", "TORCHINDUCTOR_DETERMINISTIC")
 NO_PROXY = ("no_proxy", "NO_PROXY")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_RAY_NUMBER = re.compile(r"RAY_\w+_(s|seconds|ms|milliseconds|bytes|mb|limit|threshold)", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*-?(\d+\.?\d*|\.\d+)(e-?\d+)?\s*", re.IGNORECASE)
 _URI = "MLFLOW_TRACKING_URI"
 _EXPERIMENT, _EXPERIMENT_ID = "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"
 DEFAULT_EXPERIMENT = "ray_app"
@@ -81,6 +84,10 @@ def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None
     encoding = locale.getencoding()
     if encoding.lower() not in ("utf-8", "utf8") and not sys.flags.utf8_mode:
         raise ConfigError(f"Texts are read as {encoding} here (LANG, LC_ALL), and a run needs UTF-8: set PYTHONUTF8=1.")
+    for name, value in variables.items():
+        # Ray crashes, or raises an error without the name.
+        if _RAY_NUMBER.fullmatch(name) and not _NUMBER.fullmatch(value):
+            raise ConfigError(f"{name} is {value!r}; Ray needs a number. Set it to one, or unset it.")
     if not on_this_machine:
         return
     interfaces = psutil.net_if_addrs()

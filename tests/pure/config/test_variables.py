@@ -95,6 +95,14 @@ def test_another_encoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_variables({}, on_this_machine=False)
 
 
+@pytest.mark.parametrize("name", ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_memory_monitor_refresh_ms"])
+def test_a_variable_of_ray_that_has_to_be_a_number_is_one(name: str) -> None:
+    check_variables({name: "2.5", "RAY_ADDRESS": "auto"}, on_this_machine=False)
+    for value in ("abc", "1s", ""):
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}; Ray needs a number"):
+            check_variables({name: value}, on_this_machine=False)
+
+
 def tracked(uri: str | None = None, experiment: str | None = None) -> TrackingSection:
     return TrackingSection(uri=uri, experiment=experiment)
 
