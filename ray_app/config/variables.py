@@ -156,7 +156,7 @@ def describe_overridden(fields: Mapping[str, Any], variables: Mapping[str, str])
     return [
         f"{field} is {fields[field]}, so {name} ({variables[name]}) is not used."
         for field, name in pairs
-        if fields[field] and absolute_uri(variables.get(name, fields[field])) != absolute_uri(fields[field])
+        if fields[field] and absolute_uri(variables.get(name) or fields[field]) != absolute_uri(fields[field])
     ]
 
 

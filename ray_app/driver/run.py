@@ -46,6 +46,7 @@ from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
 from ray_app.runlog.endings import put_summary
+from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.redaction import redact
@@ -505,8 +506,8 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
         passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})"
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per"
-        f" epoch{passes}, {config.train.epochs} epochs; {_workers_text(config, max_workers)}, arithmetic of"
-        f" {job.plan.logical_workers}",
+        f" epoch{passes}, {counted_word(config.train.epochs, 'epoch')}; {_workers_text(config, max_workers)},"
+        f" arithmetic of {job.plan.logical_workers}",
     )
     if (classes := job.plan.classes) is not None:
         console.print(

@@ -141,6 +141,7 @@ def test_the_configuration_has_precedence_and_says_so(monkeypatch: pytest.Monkey
     ]
     assert tracking_of_job(section) == section
     assert tracking_of_job(tracked()) == tracked("http://other", "other")
+    assert not describe_overridden(fields | {"tracking.experiment": "mine"}, {"MLFLOW_EXPERIMENT_NAME": ""})
     relative = {"MLFLOW_TRACKING_URI": "sqlite:///x.db"}
     assert not describe_overridden(fields | {"tracking.uri": f"sqlite:///{Path.cwd()}/x.db"}, relative)
     # The command of a job is public.
