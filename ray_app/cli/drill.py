@@ -111,7 +111,7 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         changed |= {"scaling__min_workers": min(config.scaling.min_workers, max_workers)}
         # The nodes of a local cluster have no labels.
         changed |= dict.fromkeys(_SELECTORS)
-    if starts_cluster and not config.scaling.worker_devices:
+    if starts_cluster and not config.scaling.worker_gpus:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     drill_config = config.replace(**changed)
     steps = prepare(drill_config).job.total_steps
@@ -143,7 +143,7 @@ def _output_folder(config: Config, section: DrillSection) -> Location:
 @contextmanager
 def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | None]:
     """Connects to the cluster of the drill in the block, and yields its nodes if the drill may end them."""
-    if starts_cluster and not config.scaling.worker_devices:
+    if starts_cluster and not config.scaling.worker_gpus:
         with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:

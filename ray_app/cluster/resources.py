@@ -288,7 +288,7 @@ def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
         count(resources.get(name, 0.0), per_worker)
         for name, per_worker, count in (
             ("CPU", scaling.cpus_per_worker, count_fitting),
-            (scaling.device_resource, scaling.worker_devices, count_fitting_on_gpus),
+            ("GPU", scaling.worker_gpus, count_fitting_on_gpus),
         )
         if per_worker
     ]
@@ -336,11 +336,10 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     if not config.train.strategy_traits.has_workers:
         return 1
     scaling, max_resources = config.scaling, capacity.max_resources
-    device = scaling.device_resource
-    cpus, devices = (
-        max(capacity.resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", device)
+    cpus, gpus = (
+        max(capacity.resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", "GPU")
     )
-    free = {"CPU": cpus - reserved_cpus(config), device: devices - evaluator_gpus(config)}
+    free = {"CPU": cpus - reserved_cpus(config), "GPU": gpus - evaluator_gpus(config)}
     workers = min(scaling.worker_limit, 0 if min(free.values()) < 0 else workers_in(free, scaling))
     if max_resources is None:
         _check_selectors(config, capacity.nodes)
@@ -349,11 +348,11 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
         has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
-            f" CPU and {scaling.worker_devices:g} {device}, the evaluator ({_evaluator_cpus(config):g} CPU,"
-            f" {evaluator_gpus(config):g} {device}), parameter servers ({_server_cpus(config):g} CPU) and"
+            f" CPU and {scaling.worker_gpus:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and"
             f" {_READING_CPUS} CPU for reading need {wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.worker_devices + evaluator_gpus(config):g} {device}; the cluster {has}"
-            f" {cpus:g} CPU and {devices:g} {device}. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker"
+            f" {scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config):g} GPU; the cluster {has}"
+            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker"
             " or what evaluate.workers, evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return int(workers)
@@ -404,7 +403,7 @@ def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
         raise ConfigError(
             f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
             f" capacity for {workers:g} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.worker_devices:g} {scaling.device_resource}, below scaling.min_workers ="
+            f" {scaling.worker_gpus:g} GPU, below scaling.min_workers ="
             f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
         )
     return workers
@@ -437,8 +436,6 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
 
 def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
     """Returns the configuration with the numbers for a cluster of this capacity, or for this machine alone (None)."""
-    if config.scaling.tpus_per_worker and config.scaling.gpus_per_worker == "auto":
-        config = config.replace(scaling__gpus_per_worker=0)
     if config.scaling.gpus_per_worker == "auto":
         on_gpus = config.replace(scaling__gpus_per_worker=1)
         config = on_gpus if _has_gpus(on_gpus, capacity) else config.replace(scaling__gpus_per_worker=0)
@@ -456,8 +453,8 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
     elif not config.train.strategy_traits.has_workers:
         workers = 1
     else:
-        if scaling.worker_devices:
-            fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.worker_devices)
+        if scaling.worker_gpus:
+            fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.worker_gpus)
         else:
             fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
         workers = max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
@@ -468,7 +465,7 @@ def _has_gpus(config: Config, capacity: ClusterCapacity | None) -> bool:
     """Returns whether `min_workers` workers with GPUs fit into the cluster, or onto this machine (None)."""
     if capacity is None or not config.train.strategy_traits.has_workers:
         scaling = config.scaling
-        return accelerator().count() >= scaling.min_workers * scaling.worker_devices + evaluator_gpus(config)
+        return accelerator().count() >= scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config)
     # An autoscaler that does not tell its limits may have no node with a GPU at all.
     if capacity.max_resources is not None and math.isinf(capacity.max_resources.get("GPU", 0.0)):
         capacity = replace(capacity, max_resources=capacity.max_resources | {"GPU": 0.0})

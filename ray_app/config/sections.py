@@ -81,8 +81,6 @@ class ScalingSection:
         gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
             `auto`: 1 if the cluster has the GPUs for `min_workers` workers at the first start (without workers: if this
             machine has one), otherwise 0. A run keeps the resolved number.
-        tpus_per_worker: TPU chips that each worker reserves: 0 or 1, with the extra `tpu`. Gradients travel through the
-            memory of the host. Experimental: it has not run on a TPU.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
             on any node; the evaluator and the parameter servers have their own selectors.
@@ -104,7 +102,6 @@ class ScalingSection:
     threads_per_worker: PositiveInt = result_field(1)
     cpus_per_worker: NonNegativeFloat = 1
     gpus_per_worker: NonNegativeFloat | Literal["auto"] = result_field("auto")
-    tpus_per_worker: NonNegativeInt = result_field(0)
     label_selector: dict[str, str] | None = None
     resize_interval_s: PositiveFloat = 10.0
     standby_workers: NonNegativeInt = 0
@@ -122,19 +119,9 @@ class ScalingSection:
         return 0 if isinstance(self.gpus_per_worker, str) else self.gpus_per_worker
 
     @property
-    def device_resource(self) -> Literal["GPU", "TPU"]:
-        """Returns Ray's name of the resource that `worker_devices` counts."""
-        return "TPU" if self.tpus_per_worker else "GPU"
-
-    @property
-    def worker_devices(self) -> float:
-        """Returns the TPU chips or GPUs that each worker reserves."""
-        return self.tpus_per_worker or self.worker_gpus
-
-    @property
     def worker_resources(self) -> dict[str, float]:
         """Returns what each worker reserves, by Ray's names, without zeros."""
-        resources = {"CPU": self.cpus_per_worker, self.device_resource: self.worker_devices}
+        resources = {"CPU": self.cpus_per_worker, "GPU": self.worker_gpus}
         return {name: amount for name, amount in resources.items() if amount}
 
 

@@ -162,11 +162,10 @@ class ElasticPolicy(ElasticScalingPolicy):
     def _limit_by_total_resources(self, nodes: Collection[Node]) -> int:
         """Returns the maximum number of workers on these nodes, so that reading and the evaluator have capacity, too.
 
-        All CPUs and GPUs or TPUs of the nodes count, free or not, less those that reading and the evaluator need.
+        All CPUs and GPUs of the nodes count, free or not, less those that reading and the evaluator need.
         """
-        device = self._scaling.device_resource
-        cpus, devices = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", device))
-        return self._count_in([{"CPU": cpus - self._reading_cpus, device: max(0.0, devices - self._evaluator_gpus)}])
+        cpus, gpus = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
+        return self._count_in([{"CPU": cpus - self._reading_cpus, "GPU": max(0.0, gpus - self._evaluator_gpus)}])
 
     def _count_in(self, resources: Iterable[dict[str, float]]) -> int:
         """Returns how many workers fit into the resources of each node, together; at most those that the run may have.
@@ -222,7 +221,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         evaluator need, since Ray's request has bundles of one size only. None are added if workers need GPUs or labels:
         each would make the autoscaler start a node with a GPU or with the labels, where a CPU of any node is enough.
         """
-        needs_special_nodes = self._scaling.worker_devices or self._scaling.label_selector
+        needs_special_nodes = self._scaling.worker_gpus or self._scaling.label_selector
         if needs_special_nodes or not self._scaling.cpus_per_worker:
             return self.scaling_config.max_workers
         return self.scaling_config.max_workers + ceil(self._reading_cpus / self._scaling.cpus_per_worker)
