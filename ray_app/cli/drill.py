@@ -37,7 +37,6 @@ _CHECKPOINTS = 8
 _HEARTBEAT_S = 3.0
 _RESIZE_S = 2.0
 _MAX_LOCAL_WORKERS = 4
-_SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         changed |= {"scaling__max_workers": max_workers}
         changed |= {"scaling__min_workers": min(config.scaling.min_workers, max_workers)}
         # The nodes of a local cluster have no labels.
-        changed |= dict.fromkeys(_SELECTORS)
+        changed["scaling__label_selector"] = None
     if starts_cluster and not config.scaling.worker_gpus:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     drill_config = config.replace(**changed)

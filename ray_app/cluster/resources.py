@@ -318,7 +318,7 @@ def _evaluator_cpus(config: Config) -> float:
 
 
 def _server_cpus(config: Config) -> float:
-    return config.train.servers * config.train.server_cpus if config.train.strategy_traits.has_servers else 0
+    return config.train.servers if config.train.strategy_traits.has_servers else 0
 
 
 def wanted_cpus(config: Config, workers: int) -> float:
@@ -342,8 +342,9 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     free = {"CPU": cpus - reserved_cpus(config), "GPU": gpus - evaluator_gpus(config)}
     workers = min(scaling.worker_limit, 0 if min(free.values()) < 0 else workers_in(free, scaling))
     if max_resources is None:
-        _check_selectors(config, capacity.nodes)
-        workers = min(workers, _workers_on_labeled(config, capacity.nodes))
+        on_labeled = count_on_labeled(config, capacity.nodes)
+        _check_labeled(config, capacity.nodes, on_labeled)
+        workers = min(workers, on_labeled)
     if workers < scaling.min_workers:
         has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
@@ -358,55 +359,42 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     return int(workers)
 
 
-def _check_selectors(config: Config, nodes: Sequence[Node]) -> None:
-    """Checks that nodes with the labels for the evaluator and for parameter servers have what one of them reserves.
-
-    Raises:
-        ConfigError: No node has the labels and the resources, so that Ray would wait for one for ever.
-    """
-    evaluate, train = config.evaluate, config.train
-    reservations = []
-    if has_evaluator(config):
-        reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
-    if train.strategy_traits.has_servers:
-        reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
-    for field, selector, cpus, gpus in reservations:
-        if selector and not fits_on_node(nodes_with_labels(nodes, selector, field), cpus, gpus):
-            raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
-                f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
-            )
-
-
 def fits_on_node(nodes: Iterable[Node], cpus: float, gpus: float) -> bool:
     """Returns whether a node has so many CPUs and GPUs."""
     return any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in nodes)
 
 
-def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
-    """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`; infinite without labels.
+def count_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
+    """Returns how many workers fit beside the evaluator and parameter servers on the nodes of `scaling.label_selector`.
 
-    Raises:
-        ConfigError: No node has the labels, or these nodes have no capacity for `min_workers` workers.
+    It is infinite without labels.
     """
-    scaling = config.scaling
-    if not scaling.label_selector:
+    if not config.scaling.label_selector:
         return math.inf
-    matching = nodes_with_labels(nodes, scaling.label_selector)
-    if not matching:
+    resources = [node["Resources"] for node in nodes_with_labels(nodes, config.scaling.label_selector)]
+    cpus, gpus = (sum(part.get(name, 0.0) for part in resources) for name in ("CPU", "GPU"))
+    free = {"CPU": cpus - _evaluator_cpus(config) - _server_cpus(config), "GPU": gpus - evaluator_gpus(config)}
+    if min(free.values()) < 0:
+        return 0
+    return min(workers_in(free, config.scaling), sum(workers_in(part, config.scaling) for part in resources))
+
+
+def _check_labeled(config: Config, nodes: Sequence[Node], workers: float) -> None:
+    """Raises `ConfigError` if no node has the labels, or if these nodes have no capacity for `min_workers` workers."""
+    scaling = config.scaling
+    if workers >= scaling.min_workers:
+        return
+    if not nodes_with_labels(nodes, scaling.label_selector):
         raise ConfigError(
             f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
             f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
-    workers = sum(workers_in(node["Resources"], scaling) for node in matching)
-    if workers < scaling.min_workers:
-        raise ConfigError(
-            f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
-            f" capacity for {workers:g} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.worker_gpus:g} GPU, below scaling.min_workers ="
-            f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
-        )
-    return workers
+    raise ConfigError(
+        f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have capacity for"
+        f" {workers:g} workers of {scaling.cpus_per_worker:g} CPU and {scaling.worker_gpus:g} GPU beside the evaluator"
+        f" and parameter servers, below scaling.min_workers = {scaling.min_workers}. Label more nodes, or lower"
+        " scaling.min_workers."
+    )
 
 
 def resolve_scaling(config: Config, before: Config | None = None) -> Config:

@@ -82,8 +82,8 @@ class ScalingSection:
             `auto`: 1 if the cluster has the GPUs for `min_workers` workers at the first start (without workers: if this
             machine has one), otherwise 0. A run keeps the resolved number.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
-            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
-            on any node; the evaluator and the parameter servers have their own selectors.
+            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. The evaluator and the
+            parameter servers run on these nodes, too; tasks that read data run on any node.
         resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
             reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
@@ -259,8 +259,6 @@ class EvaluateSection:
         drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
-        label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
-            any node.
     """
 
     where: Literal["actor", "workers"] = "actor"
@@ -276,7 +274,6 @@ class EvaluateSection:
     drain_timeout_s: NonNegativeFloat = 600.0
     num_cpus: NonNegativeFloat = 1
     num_gpus: NonNegativeFloat = 0
-    label_selector: dict[str, str] | None = None
 
     @property
     def threads(self) -> int:
@@ -334,10 +331,8 @@ class TrainSection:
         outer_lr: Factor of the averaged change of the parameters with `local_sgd`; 1 is the average itself.
         outer_momentum: Nesterov momentum of the averaged change, as in DiLoCo (which uses 0.9, with `outer_lr` 0.7);
             0: none.
-        servers: Number of parameter servers (P) with `parameter_server`. It may change when a run is resumed.
-        server_cpus: Logical CPUs that each parameter server reserves.
-        server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
-            Default: any node.
+        servers: Number of parameter servers (P) with `parameter_server`; each reserves a CPU. It may change when a run
+            is resumed.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
             each gradient is applied when it arrives.
@@ -388,8 +383,6 @@ class TrainSection:
     outer_lr: PositiveFloat = result_field(1.0)
     outer_momentum: NonNegativeFloat = result_field(0.0)
     servers: PositiveInt = 1
-    server_cpus: NonNegativeFloat = 1
-    server_label_selector: dict[str, str] | None = None
     staleness: NonNegativeInt = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)

@@ -68,8 +68,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.outer_lr", LOCAL | {"train__outer_lr": 0.7}, {"train__strategy": "ddp"}),
     ("train.outer_momentum", LOCAL | {"train__outer_momentum": 0.9}, {"train__strategy": "ddp"}),
     ("train.servers", SERVERS | {"train__servers": 2}, {"train__strategy": "ddp"}),
-    ("train.server_cpus", SERVERS | {"train__server_cpus": 2}, {"train__strategy": "ddp"}),
-    ("train.server_label_selector", SERVERS | {"train__server_label_selector": {"a": "b"}}, {"train__strategy": "ddp"}),
     ("train.staleness", SERVERS | {"train__staleness": 1}, {"train__strategy": "ddp"}),
     ("checkpoint.every_steps", LOCAL | {"checkpoint__every_steps": 8}, {"checkpoint__every_steps": 9}),
     ("checkpoint.snapshot_every_steps", LOCAL, {"checkpoint__snapshot_every_steps": 6}),
