@@ -135,7 +135,6 @@ def _can_move_shares(config: Config) -> bool:
 
 _SETUP = " with train.strategy {c.train.strategy} and train.reduction {c.train.reduction}"
 _MOVERS = f"with {list_strategies(lambda t: t.can_move_shares)} and exact only"
-_COMPARERS = list_strategies(lambda t: t.can_compare_parameters)
 _SCALING_RULES = (
     Rule(
         "scaling.min_workers",
@@ -196,12 +195,6 @@ _SCALING_RULES = (
         "failure.sdc_check_rate",
         lambda c: not _can_move_shares(c),
         f"{_SETUP}; shares can be computed again {_MOVERS}. Set it to 0, or choose these.",
-    ),
-    Rule(
-        "failure.compare_params_every_steps",
-        lambda c: not c.train.strategy_traits.can_compare_parameters,
-        f" with train.strategy {{c.train.strategy}}; only with {_COMPARERS} has each worker all parameters. Leave it"
-        f" out, or choose {_COMPARERS}.",
     ),
 )
 

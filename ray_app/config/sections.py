@@ -189,9 +189,8 @@ class CheckpointSection:
     Args:
         every_steps: Optimizer steps between two checkpoints. Default: none by steps.
         every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
-        keep_last: Number of newest checkpoints to keep. With 1, a run starts from its first step if that
-            checkpoint is damaged; a warning says so at the start.
-        keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
+        keep_last: Number of newest checkpoints to keep; the best one by `evaluate.metric` is kept in addition. With 1,
+            a run starts from its first step if that checkpoint is damaged; a warning says so at the start.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
             A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run
             resumes from its newest checkpoint.
@@ -200,7 +199,6 @@ class CheckpointSection:
     every_steps: PositiveInt | None = None
     every_epochs: PositiveInt | None = 1
     keep_last: PositiveInt = 2
-    keep_best: NonNegativeInt = 1
     snapshot_every_steps: PositiveInt | None = None
 
 
@@ -219,9 +217,9 @@ class FailureSection:
         sdc_check_rate: Share of the computation of logical workers that another worker recomputes before the update, to
             detect silent data corruption: 0.01 costs about 1 % of the computation. This needs
             `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers on the same hardware.
-        compare_params_every_steps: Steps between two comparisons of the parameters of all workers. If they differ, the
+            With `ddp` all workers also compare their parameters after every 100 steps. If these differ, the
             run continues with the parameters of the majority, or from the newest snapshot or checkpoint if there is
-            none. Default: workers compare only after a generation that failed. Needs the strategy `ddp`.
+            none. With 0 they are compared only after a generation that failed.
     """
 
     max_failures: Annotated[int, NumberRange(ge=-1)] = 5
@@ -229,7 +227,6 @@ class FailureSection:
     heartbeat_timeout_s: PositiveFloat = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
     sdc_check_rate: Fraction = 0.0
-    compare_params_every_steps: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -256,7 +253,6 @@ class EvaluateSection:
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
             group is used, always the same one. Default: all rows.
-        drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
     """
@@ -271,7 +267,6 @@ class EvaluateSection:
     fixed_batches: bool | None = None
     workers: PositiveInt = 1
     max_rows: PositiveInt | None = None
-    drain_timeout_s: NonNegativeFloat = 600.0
     num_cpus: NonNegativeFloat = 1
     num_gpus: NonNegativeFloat = 0
 

@@ -150,12 +150,11 @@ def changes_digest(**fields: Any) -> bool:
         {"scaling__standby_workers": 1},
         {"scaling__evict_straggler_after_s": 60.0},
         {"scaling__load_balancing": "speed"},
-        {"failure__sdc_check_rate": 0.01, "failure__compare_params_every_steps": 7},
+        {"failure__sdc_check_rate": 0.01},
         {
             "checkpoint__every_steps": 7,
             "checkpoint__every_epochs": None,
             "checkpoint__keep_last": 5,
-            "checkpoint__keep_best": 0,
         },
         {"failure__max_failures": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
@@ -167,7 +166,7 @@ def changes_digest(**fields: Any) -> bool:
             "evaluate__fixed_batches": True,
             "evaluate__workers": 3,
         },
-        {"evaluate__drain_timeout_s": 1.0, "evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
+        {"evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
         {
             "tracking__enabled": False,
             "tracking__every_steps": 3,

@@ -49,7 +49,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("scaling.load_balancing", SPEED, OVERLAPPED),
     ("failure.sdc_check_rate", {"failure__sdc_check_rate": 0.5}, FSDP),
     ("failure.sdc_check_rate", {"failure__sdc_check_rate": 0.5}, OVERLAPPED),
-    ("failure.compare_params_every_steps", {"failure__compare_params_every_steps": 7}, LOCAL),
     ("train.precision", {"train__precision": "fp16"}, LOCAL),
     ("train.precision", {"train__precision": "fp16"}, SERVERS),
     ("train.precision", {"train__precision": "fp16"}, FSDP),
