@@ -217,7 +217,7 @@ class FailureSection:
         sdc_check_rate: Share of the computation of logical workers that another worker recomputes before the update, to
             detect silent data corruption: 0.01 costs about 1 % of the computation. This needs
             `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers on the same hardware.
-            With `ddp` all workers also compare their parameters after every 100 steps. If these differ, the
+            With `ddp` all workers also compare their parameters after every 1,000 steps. If they differ, the
             run continues with the parameters of the majority, or from the newest snapshot or checkpoint if there is
             none. With 0 they are compared only after a generation that failed.
     """
