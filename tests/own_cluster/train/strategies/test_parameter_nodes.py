@@ -50,7 +50,7 @@ class Nodes:
             nodes.kill_node(ray.get(server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())))
             self.lost = True
 
-with open_drill_cluster(3, evaluates=False) as nodes:
+with open_drill_cluster(5, evaluates=False) as nodes:
     slow = (DelayUntilEvent(run, "preempted", {}, after=9, each_s=10), DelayUntilEvent(run, "server_lost", {}, after=18, each_s=10))
     acts = Nodes()
     run_training(config, faults=Faults(train=Hooks(after_step=HookChain(slow))), observe=acts)
