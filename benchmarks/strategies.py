@@ -55,7 +55,7 @@ from ray_app.train.strategies.parameter_server.layout import Layout
 
 WORKERS, SERVERS = 2, 2
 ROUND = 8
-_SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS, "train__server_cpus": 0.5}
+_SERVED: dict[str, Any] = {"train__strategy": "parameter_server", "train__servers": SERVERS}
 SIDES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, overlapped": {"train__reduction": "overlapped"},
@@ -281,7 +281,7 @@ def main() -> None:
         "--sides", nargs="+", choices=list(SIDES), default=list(SIDES), help="the first one is the base"
     )
     options = parser.parse_args()
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         measured = Measured(Path(folder), options.gpu)
         for model in (m for m in (TINY if options.tiny else FULL) if m.name in options.models):

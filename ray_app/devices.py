@@ -30,6 +30,8 @@ HOST = torch.device("cpu")
 """The CPU, and the memory that it computes in."""
 HOST_GROUP = "gloo"
 """torch's name of the backend of process groups that carries tensors of the host."""
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The environment variable with which Ray chooses the accelerators that a process sees."""
 UNKNOWN = "unknown"
 """The description of what a build of torch or a driver does not tell."""
 
@@ -52,23 +54,17 @@ class DeviceKind:
 
     Attributes:
         is_host: Whether this is the CPU: tensors are in the memory of the host, and a call returns when its work is
-            done. So there are neither streams nor copies to order.
-        has_streams: Whether work is queued on streams, and events order it between them.
+            done. So there are neither streams nor copies to order. All other kinds have streams and events.
         has_graphs: Whether `make_graph_backend` returns a graph backend.
         rounds_by_position: Whether fused kernels may round a value by its position in memory, see `PiecewiseKernels`.
-        ray_resource: Ray's name of the resource that a worker with such a device reserves.
-        visible_variable: The environment variable with which Ray chooses the devices that a process sees.
         group_settings: Environment variables for the backend of process groups that are set unless the user has set
             them.
         profiler_activities: What torch's profiler records of the device.
     """
 
     is_host: ClassVar[bool] = False
-    has_streams: ClassVar[bool] = True
     has_graphs: ClassVar[bool] = False
     rounds_by_position: ClassVar[bool] = True
-    ray_resource: ClassVar[str] = "GPU"
-    visible_variable: ClassVar[str] = "CUDA_VISIBLE_DEVICES"
     group_settings: ClassVar[Mapping[str, str]] = {}
     profiler_activities: ClassVar[Sequence[torch.profiler.ProfilerActivity]] = ()
 
@@ -202,8 +198,6 @@ class HostKind(DeviceKind):
     """The CPU."""
 
     is_host = True
-    has_streams = False
-    ray_resource = "CPU"
 
     def device_name(self, device: torch.device) -> str:
         """Returns the instruction set, see `DeviceKind.device_name`."""
@@ -315,48 +309,6 @@ class CudaKind(DeviceKind):
         return CudaGraphBackend(device)
 
 
-class TpuKind(DeviceKind):
-    """TPUs of Google, by the library `torch_tpu`. Nothing has run on one; the simulated devices of the tests stand in.
-
-    Gradients travel through the memory of the host, since a generation of workers has to form anew at any step, and
-    libtpu's own collectives need the whole slice.
-    """
-
-    has_streams = False
-    ray_resource = "TPU"
-    visible_variable = "TPU_VISIBLE_CHIPS"
-
-    def set_up_kernels(self, device: torch.device, deterministic: bool) -> None:
-        """Multiplies float32 in float32 instead of bfloat16 where bits count, see `DeviceKind.set_up_kernels`."""
-        del device
-        if deterministic:
-            torch.set_float32_matmul_precision("highest")
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restores the current device, generator and precision, see `DeviceKind.restored`."""
-        precision = torch.get_float32_matmul_precision()
-        with super().restored():
-            try:
-                yield
-            finally:
-                torch.set_float32_matmul_precision(precision)
-
-    def make_timers(self, count: int) -> list[Any] | None:
-        """Returns None: there are no events of a device that the host could read the time of."""
-        del count
-        return None
-
-    def missing_for_compilation(self) -> str | None:
-        """Returns None: XLA compiles by itself."""
-        return None
-
-    @property
-    def group_backend(self) -> str:
-        """See `DeviceKind.group_backend`."""
-        return HOST_GROUP
-
-
 class _Kinds(dict[str, DeviceKind]):
     """Kinds by name; a kind that has no entry gets one when it is first asked for."""
 
@@ -365,9 +317,7 @@ class _Kinds(dict[str, DeviceKind]):
         return self[name]
 
 
-KINDS: dict[str, DeviceKind] = _Kinds(
-    {kind.name: kind for kind in (HostKind(HOST.type), CudaKind("cuda"), TpuKind("tpu"))}
-)
+KINDS: dict[str, DeviceKind] = _Kinds({kind.name: kind for kind in (HostKind(HOST.type), CudaKind("cuda"))})
 """The kinds by `torch.device.type`."""
 DETERMINISTIC_VARIABLES = {_WORKSPACE: ":4096:8"}
 """Environment variables without which a library of a device is not deterministic, with their values.
@@ -397,7 +347,7 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
         ids: Ray's ids of the accelerators that it assigned, such as the result of `ray.get_gpu_ids`.
     """
     kind = accelerator()
-    assigned, visible = str(ids[0]) if ids else "0", os.environ.get(kind.visible_variable)
+    assigned, visible = str(ids[0]) if ids else "0", os.environ.get(VISIBLE_DEVICES)
     visible_ids = visible.split(",") if visible else []
     return kind.device(visible_ids.index(assigned) if assigned in visible_ids else int(assigned))
 
@@ -408,7 +358,7 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies values of the host, such as random numbers of the rows, to a device without synchronizing with it."""
     kind = KINDS[device.type]
-    if not kind.has_streams:
+    if kind.is_host:
         return values.to(device)
     # A copy from memory that is not page-locked would wait for the device.
     return values.pin_memory().to(device, non_blocking=True)

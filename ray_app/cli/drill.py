@@ -37,7 +37,6 @@ _CHECKPOINTS = 8
 _HEARTBEAT_S = 3.0
 _RESIZE_S = 2.0
 _MAX_LOCAL_WORKERS = 4
-_SELECTORS = ("scaling__label_selector", "evaluate__label_selector", "train__server_label_selector")
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
         changed |= {"scaling__max_workers": max_workers}
         changed |= {"scaling__min_workers": min(config.scaling.min_workers, max_workers)}
         # The nodes of a local cluster have no labels.
-        changed |= dict.fromkeys(_SELECTORS)
-    if starts_cluster and not config.scaling.worker_devices:
+        changed["scaling__label_selector"] = None
+    if starts_cluster and not config.scaling.worker_gpus:
         changed |= {"scaling__cpus_per_worker": 1, "evaluate__num_cpus": 1}
     drill_config = config.replace(**changed)
     steps = prepare(drill_config).job.total_steps
@@ -143,7 +142,7 @@ def _output_folder(config: Config, section: DrillSection) -> Location:
 @contextmanager
 def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | None]:
     """Connects to the cluster of the drill in the block, and yields its nodes if the drill may end them."""
-    if starts_cluster and not config.scaling.worker_devices:
+    if starts_cluster and not config.scaling.worker_gpus:
         with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
             yield nodes
     else:

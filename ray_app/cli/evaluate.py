@@ -16,7 +16,7 @@ from ray_app.cluster.ray_private import nodes_with_labels
 from ray_app.cluster.resources import cluster, fits_on_node
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config
-from ray_app.config.sections import ClassSpec, EvaluateSection
+from ray_app.config.sections import ClassSpec
 from ray_app.driver.finalize import make_stored_task, newest_start, report_end
 from ray_app.driver.parsing import Parser, add_current_folder_to_path
 from ray_app.driver.trained_run import load_trained_task, send_to_mlflow
@@ -87,7 +87,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     config = _make_config(paths, options, task)
     job = _make_job(paths, config, options)
     with cluster(config):
-        _check_resources(job.section)
+        _check_resources(config)
         evaluator = start_evaluator(job)
         try:
             _follow(job, evaluator, options.follow, console)
@@ -134,8 +134,11 @@ def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Eval
     data = open_rows(task, str(config.data.eval_path), True, config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
-    exact = config.train.reduction == "exact"
-    return EvaluationJob(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True, exact)
+    return EvaluationJob(
+        *(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True),
+        deterministic=config.train.reduction == "exact",
+        label_selector=config.scaling.label_selector,
+    )
 
 
 def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, console: Console) -> None:
@@ -172,11 +175,11 @@ def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, consol
         time.sleep(poll_interval_s(job.paths.root))
 
 
-def _check_resources(section: EvaluateSection) -> None:
+def _check_resources(config: Config) -> None:
     """Raises `ConfigError` if the evaluator needs more resources than any node has."""
-    nodes = nodes_with_labels(ray.nodes(), section.label_selector, "evaluate.label_selector")
-    if not fits_on_node(nodes, section.num_cpus, section.num_gpus):
-        labels = f", labeled {section.label_selector}," if section.label_selector else ""
+    section, selector = config.evaluate, config.scaling.label_selector
+    if not fits_on_node(nodes_with_labels(ray.nodes(), selector), section.num_cpus, section.num_gpus):
+        labels = f", labeled {selector}," if selector else ""
         raise ConfigError(
             f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
             " Give less with --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."

@@ -157,15 +157,12 @@ def restore_auth_mode() -> Iterator[None]:
             token_loader.instance().reset_cache()
 
 
-def nodes_with_labels(
-    nodes: Iterable[Node], selector: dict[str, str] | None, field: str = "scaling.label_selector"
-) -> list[Node]:
+def nodes_with_labels(nodes: Iterable[Node], selector: dict[str, str] | None) -> list[Node]:
     """Returns the live nodes with the labels of a selector; without a selector all live nodes.
 
     Args:
         nodes: As `ray.nodes()` returns them.
-        selector: The label selector.
-        field: Name of the configured field, for messages.
+        selector: The value of `scaling.label_selector`.
 
     Raises:
         ConfigError: The selector is invalid, or this version of Ray has no function that matches labels.
@@ -176,13 +173,14 @@ def nodes_with_labels(
     check, matches = CHECK_SELECTOR.find(), MATCH_SELECTOR.find()
     if matches is None:
         raise ConfigError(
-            f"{field} is {selector}, but Ray {ray.__version__} has no {MATCH_SELECTOR.path}, which matches labels as"
-            " Ray does. Leave it out, or use a version of Ray that docs/versions.md names."
+            f"scaling.label_selector is {selector}, but Ray {ray.__version__} has no {MATCH_SELECTOR.path}, which"
+            " matches labels as Ray does. Leave it out, or use a version of Ray that docs/versions.md names."
         )
     problem = check(selector) if check is not None else None
     if problem is not None:
         raise ConfigError(
-            f"{field} is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or {{zone: 'in(a,b)'}}."
+            f"scaling.label_selector is {selector}: {problem} Write it as Ray does, such as {{zone: a}} or"
+            " {zone: 'in(a,b)'}."
         )
     return [node for node in alive if matches(node["Labels"], selector)]
 

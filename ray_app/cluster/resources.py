@@ -293,7 +293,7 @@ def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
         count(resources.get(name, 0.0), per_worker)
         for name, per_worker, count in (
             ("CPU", scaling.cpus_per_worker, count_fitting),
-            (scaling.device_resource, scaling.worker_devices, count_fitting_on_gpus),
+            ("GPU", scaling.worker_gpus, count_fitting_on_gpus),
         )
         if per_worker
     ]
@@ -323,7 +323,7 @@ def _evaluator_cpus(config: Config) -> float:
 
 
 def _server_cpus(config: Config) -> float:
-    return config.train.servers * config.train.server_cpus if config.train.strategy_traits.has_servers else 0
+    return config.train.servers if config.train.strategy_traits.has_servers else 0
 
 
 def wanted_cpus(config: Config, workers: int) -> float:
@@ -341,47 +341,27 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     if not config.train.strategy_traits.has_workers:
         return 1
     scaling, max_resources = config.scaling, capacity.max_resources
-    device = scaling.device_resource
-    cpus, devices = (
-        max(capacity.resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", device)
+    cpus, gpus = (
+        max(capacity.resources.get(name, 0.0), (max_resources or {}).get(name, 0.0)) for name in ("CPU", "GPU")
     )
-    free = {"CPU": cpus - reserved_cpus(config), device: devices - evaluator_gpus(config)}
+    free = {"CPU": cpus - reserved_cpus(config), "GPU": gpus - evaluator_gpus(config)}
     workers = min(scaling.worker_limit, 0 if min(free.values()) < 0 else workers_in(free, scaling))
     if max_resources is None:
-        _check_selectors(config, capacity.nodes)
-        workers = min(workers, _workers_on_labeled(config, capacity.nodes))
+        on_labeled = count_on_labeled(config, capacity.nodes)
+        _check_labeled(config, capacity.nodes, on_labeled)
+        workers = min(workers, on_labeled)
     if workers < scaling.min_workers:
         has = "has" if max_resources is None else "grows to at most"
         raise ConfigError(
             f"The run does not fit: scaling.min_workers = {scaling.min_workers} workers of {scaling.cpus_per_worker:g}"
-            f" CPU and {scaling.worker_devices:g} {device}, the evaluator ({_evaluator_cpus(config):g} CPU,"
-            f" {evaluator_gpus(config):g} {device}), parameter servers ({_server_cpus(config):g} CPU) and"
+            f" CPU and {scaling.worker_gpus:g} GPU, the evaluator ({_evaluator_cpus(config):g} CPU,"
+            f" {evaluator_gpus(config):g} GPU), parameter servers ({_server_cpus(config):g} CPU) and"
             f" {_READING_CPUS} CPU for reading need {wanted_cpus(config, scaling.min_workers):g} CPU and"
-            f" {scaling.min_workers * scaling.worker_devices + evaluator_gpus(config):g} {device}; the cluster {has}"
-            f" {cpus:g} CPU and {devices:g} {device}. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker"
+            f" {scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config):g} GPU; the cluster {has}"
+            f" {cpus:g} CPU and {gpus:g} GPU. Add nodes, or lower scaling.min_workers, scaling.cpus_per_worker"
             " or what evaluate.workers, evaluate.num_cpus and evaluate.num_gpus reserve."
         )
     return int(workers)
-
-
-def _check_selectors(config: Config, nodes: Sequence[Node]) -> None:
-    """Checks that nodes with the labels for the evaluator and for parameter servers have what one of them reserves.
-
-    Raises:
-        ConfigError: No node has the labels and the resources, so that Ray would wait for one for ever.
-    """
-    evaluate, train = config.evaluate, config.train
-    reservations = []
-    if has_evaluator(config):
-        reservations.append(("evaluate.label_selector", evaluate.label_selector, evaluate.num_cpus, evaluate.num_gpus))
-    if train.strategy_traits.has_servers:
-        reservations.append(("train.server_label_selector", train.server_label_selector, train.server_cpus, 0))
-    for field, selector, cpus, gpus in reservations:
-        if selector and not fits_on_node(nodes_with_labels(nodes, selector, field), cpus, gpus):
-            raise ConfigError(
-                f"{field} is {selector}, and no node of {cpus:g} CPU and {gpus:g} GPU is labeled so; the labels are"
-                f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
-            )
 
 
 def fits_on_node(nodes: Iterable[Node], cpus: float, gpus: float) -> bool:
@@ -389,30 +369,37 @@ def fits_on_node(nodes: Iterable[Node], cpus: float, gpus: float) -> bool:
     return any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in nodes)
 
 
-def _workers_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
-    """Returns how many workers fit on the nodes with the labels of `scaling.label_selector`; infinite without labels.
+def count_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
+    """Returns how many workers fit beside the evaluator and parameter servers on the nodes of `scaling.label_selector`.
 
-    Raises:
-        ConfigError: No node has the labels, or these nodes have no capacity for `min_workers` workers.
+    It is infinite without labels.
     """
-    scaling = config.scaling
-    if not scaling.label_selector:
+    if not config.scaling.label_selector:
         return math.inf
-    matching = nodes_with_labels(nodes, scaling.label_selector)
-    if not matching:
+    resources = [node["Resources"] for node in nodes_with_labels(nodes, config.scaling.label_selector)]
+    cpus, gpus = (sum(part.get(name, 0.0) for part in resources) for name in ("CPU", "GPU"))
+    free = {"CPU": cpus - _evaluator_cpus(config) - _server_cpus(config), "GPU": gpus - evaluator_gpus(config)}
+    if min(free.values()) < 0:
+        return 0
+    return min(workers_in(free, config.scaling), sum(workers_in(part, config.scaling) for part in resources))
+
+
+def _check_labeled(config: Config, nodes: Sequence[Node], workers: float) -> None:
+    """Raises `ConfigError` if no node has the labels, or if these nodes have no capacity for `min_workers` workers."""
+    scaling = config.scaling
+    if workers >= scaling.min_workers:
+        return
+    if not nodes_with_labels(nodes, scaling.label_selector):
         raise ConfigError(
             f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
             f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
-    workers = sum(workers_in(node["Resources"], scaling) for node in matching)
-    if workers < scaling.min_workers:
-        raise ConfigError(
-            f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have"
-            f" capacity for {workers:g} workers of {scaling.cpus_per_worker:g} CPU and"
-            f" {scaling.worker_devices:g} {scaling.device_resource}, below scaling.min_workers ="
-            f" {scaling.min_workers}. Label more nodes, or lower scaling.min_workers."
-        )
-    return workers
+    raise ConfigError(
+        f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have capacity for"
+        f" {workers:g} workers of {scaling.cpus_per_worker:g} CPU and {scaling.worker_gpus:g} GPU beside the evaluator"
+        f" and parameter servers, below scaling.min_workers = {scaling.min_workers}. Label more nodes, or lower"
+        " scaling.min_workers."
+    )
 
 
 def resolve_scaling(config: Config, before: Config | None = None) -> Config:
@@ -442,8 +429,6 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
 
 def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
     """Returns the configuration with the numbers for a cluster of this capacity, or for this machine alone (None)."""
-    if config.scaling.tpus_per_worker and config.scaling.gpus_per_worker == "auto":
-        config = config.replace(scaling__gpus_per_worker=0)
     if config.scaling.gpus_per_worker == "auto":
         on_gpus = config.replace(scaling__gpus_per_worker=1)
         config = on_gpus if _has_gpus(on_gpus, capacity) else config.replace(scaling__gpus_per_worker=0)
@@ -461,8 +446,8 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
     elif not config.train.strategy_traits.has_workers:
         workers = 1
     else:
-        if scaling.worker_devices:
-            fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.worker_devices)
+        if scaling.worker_gpus:
+            fitting = count_fitting_on_gpus(accelerator().count() - evaluator_gpus(config), scaling.worker_gpus)
         else:
             fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
         workers = max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
@@ -473,7 +458,7 @@ def _has_gpus(config: Config, capacity: ClusterCapacity | None) -> bool:
     """Returns whether `min_workers` workers with GPUs fit into the cluster, or onto this machine (None)."""
     if capacity is None or not config.train.strategy_traits.has_workers:
         scaling = config.scaling
-        return accelerator().count() >= scaling.min_workers * scaling.worker_devices + evaluator_gpus(config)
+        return accelerator().count() >= scaling.min_workers * scaling.worker_gpus + evaluator_gpus(config)
     # An autoscaler that does not tell its limits may have no node with a GPU at all.
     if capacity.max_resources is not None and math.isinf(capacity.max_resources.get("GPU", 0.0)):
         capacity = replace(capacity, max_resources=capacity.max_resources | {"GPU": 0.0})

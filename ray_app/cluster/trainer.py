@@ -33,8 +33,8 @@ from ray_app.config.sections import ScalingSection
 from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
-from ray_app.devices import HOST, accelerator, assigned_device
-from ray_app.errors import ConfigError, PreemptedError, RayAppError, unwrap_app_error
+from ray_app.devices import HOST, assigned_device
+from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.journal import put_event
@@ -282,7 +282,7 @@ def _trainer_options(
     return {
         "train_loop_config": {"args": ray.put(args)},
         "torch_config": RendezvousTorchConfig(recovers_in_place=args.recovers_in_place),
-        "scaling_config": _ScalingConfig(
+        "scaling_config": ScalingConfig(
             num_workers=num_workers,
             use_gpu=scaling.worker_gpus > 0,
             resources_per_worker=scaling.worker_resources,
@@ -308,48 +308,23 @@ def _prepare(worker_config: dict[str, Any]) -> None:
         logger.warning("Preparing to train failed: %r", error)
 
 
-class _ScalingConfig(ScalingConfig):
-    """Ray's `ScalingConfig`, which counts TPU chips as any other resource.
-
-    Ray itself takes TPUs for several workers by whole slices only, since libtpu's collectives need one. Here gradients
-    travel through the hosts.
-    """
-
-    @property
-    def num_tpus_per_worker(self) -> float:
-        """Returns 0, see the class."""
-        return 0
-
-
 def _device(scaling: ScalingSection) -> torch.device:
-    """Returns the device of this worker.
-
-    Raises:
-        ConfigError: The node lacks the library for devices of the kind that the worker reserves.
-    """
-    if not scaling.worker_devices:
-        return HOST
-    if accelerator().ray_resource != scaling.device_resource:
-        raise ConfigError(
-            f"A worker reserves a {scaling.device_resource}, but PyTorch on its node knows no such device, only"
-            f" {accelerator().name}. Install the library for it on all nodes, for TPUs by the extra tpu."
-        )
-    return _assigned_device(scaling.device_resource)
+    """Returns the device of this worker."""
+    return _assigned_gpu() if scaling.worker_gpus else HOST
 
 
 @functools.cache
-def _assigned_device(resource: str) -> torch.device:
+def _assigned_gpu() -> torch.device:
     """Returns the accelerator of this process.
 
     It is cached, because Ray Train may make more GPUs visible later, which CUDA does not notice once it is initialized.
     """
-    return assigned_device(ray.get_runtime_context().get_accelerator_ids()[resource])
+    return assigned_device(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
-    """Returns `train.backend`, or gloo for workers with TPUs and for workers that share a GPU, which NCCL refuses."""
-    scaling = config.scaling
-    return "gloo" if scaling.tpus_per_worker or 0 < scaling.worker_gpus < 1 else config.train.backend
+    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
+    return "gloo" if 0 < config.scaling.worker_gpus < 1 else config.train.backend
 
 
 def _run_worker(worker_config: dict[str, Any]) -> None:

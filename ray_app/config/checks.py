@@ -109,7 +109,6 @@ def _is_run_name(name: str) -> bool:
 
 
 _NO_CAPTURE: tuple[tuple[Callable[[Config], object], str], ...] = (
-    (lambda c: c.scaling.tpus_per_worker, "scaling.tpus_per_worker is set: TPUs have no CUDA graphs"),
     (lambda c: c.scaling.gpus_per_worker == 0, "scaling.gpus_per_worker is 0: CPUs have no CUDA graphs"),
     (
         lambda c: not c.train.strategy_traits.can_capture_steps,
@@ -136,7 +135,6 @@ def _can_move_shares(config: Config) -> bool:
 
 _SETUP = " with train.strategy {c.train.strategy} and train.reduction {c.train.reduction}"
 _MOVERS = f"with {list_strategies(lambda t: t.can_move_shares)} and exact only"
-_COMPARERS = list_strategies(lambda t: t.can_compare_parameters)
 _SCALING_RULES = (
     Rule(
         "scaling.min_workers",
@@ -156,10 +154,7 @@ _SCALING_RULES = (
     ),
     Rule(
         "scaling.cpus_per_worker",
-        lambda c: (
-            c.scaling.cpus_per_worker == 0 == c.scaling.gpus_per_worker == c.scaling.tpus_per_worker
-            and c.train.strategy_traits.has_workers
-        ),
+        lambda c: c.scaling.cpus_per_worker == 0 == c.scaling.gpus_per_worker and c.train.strategy_traits.has_workers,
         ", and so is scaling.gpus_per_worker, but a worker needs some of either; set one above 0.",
     ),
     Rule(
@@ -175,23 +170,6 @@ _SCALING_RULES = (
         ),
         " with train.strategy {c.train.strategy}: workers that share a GPU communicate through gloo, which"
         " {c.train.strategy} cannot use. Give each worker a GPU.",
-    ),
-    Rule(
-        "scaling.tpus_per_worker",
-        lambda c: c.scaling.tpus_per_worker > 1,
-        ", but a worker computes on one TPU chip. Set it to 1, and scaling.max_workers to the number of chips.",
-    ),
-    Rule(
-        "scaling.tpus_per_worker",
-        lambda c: c.scaling.worker_gpus,
-        ", and scaling.gpus_per_worker is {c.scaling.worker_gpus:g}; a worker computes on one device. Leave one of"
-        " them out.",
-    ),
-    Rule(
-        "scaling.tpus_per_worker",
-        lambda c: not c.train.strategy_traits.can_share_gpus,
-        " with train.strategy {c.train.strategy}: gradients of TPUs travel through the memory of the host by gloo,"
-        f" which {{c.train.strategy}} cannot use. Use {list_strategies(lambda t: t.can_share_gpus)}.",
     ),
     Rule(
         "scaling.label_selector",
@@ -217,12 +195,6 @@ _SCALING_RULES = (
         "failure.sdc_check_rate",
         lambda c: not _can_move_shares(c),
         f"{_SETUP}; shares can be computed again {_MOVERS}. Set it to 0, or choose these.",
-    ),
-    Rule(
-        "failure.compare_params_every_steps",
-        lambda c: not c.train.strategy_traits.can_compare_parameters,
-        f" with train.strategy {{c.train.strategy}}; only with {_COMPARERS} has each worker all parameters. Leave it"
-        f" out, or choose {_COMPARERS}.",
     ),
 )
 
@@ -318,12 +290,6 @@ _OTHER_RULES = (
         lambda c: c.evaluate.num_gpus > 1,
         ", but the evaluator computes on one GPU; set it to at most 1. With evaluate.where: workers all GPUs of the"
         " training evaluate.",
-    ),
-    Rule(
-        "evaluate.num_gpus",
-        lambda c: c.scaling.tpus_per_worker,
-        " with scaling.tpus_per_worker: the evaluator computes on the CPU there. Set it to 0, or evaluate.where to"
-        " workers.",
     ),
     Rule(
         "evaluate.workers",

@@ -81,11 +81,9 @@ class ScalingSection:
         gpus_per_worker: GPUs that each worker reserves: 0 (the worker trains on the CPU), a fraction of one GPU, or 1.
             `auto`: 1 if the cluster has the GPUs for `min_workers` workers at the first start (without workers: if this
             machine has one), otherwise 0. A run keeps the resolved number.
-        tpus_per_worker: TPU chips that each worker reserves: 0 or 1, with the extra `tpu`. Gradients travel through the
-            memory of the host. Experimental: it has not run on a TPU.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
-            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. Tasks that read data run
-            on any node; the evaluator and the parameter servers have their own selectors.
+            value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. The evaluator and the
+            parameter servers run on these nodes, too; tasks that read data run on any node.
         resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
             reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
@@ -104,7 +102,6 @@ class ScalingSection:
     threads_per_worker: PositiveInt = result_field(1)
     cpus_per_worker: NonNegativeFloat = 1
     gpus_per_worker: NonNegativeFloat | Literal["auto"] = result_field("auto")
-    tpus_per_worker: NonNegativeInt = result_field(0)
     label_selector: dict[str, str] | None = None
     resize_interval_s: PositiveFloat = 10.0
     standby_workers: NonNegativeInt = 0
@@ -122,19 +119,9 @@ class ScalingSection:
         return 0 if isinstance(self.gpus_per_worker, str) else self.gpus_per_worker
 
     @property
-    def device_resource(self) -> Literal["GPU", "TPU"]:
-        """Returns Ray's name of the resource that `worker_devices` counts."""
-        return "TPU" if self.tpus_per_worker else "GPU"
-
-    @property
-    def worker_devices(self) -> float:
-        """Returns the TPU chips or GPUs that each worker reserves."""
-        return self.tpus_per_worker or self.worker_gpus
-
-    @property
     def worker_resources(self) -> dict[str, float]:
         """Returns what each worker reserves, by Ray's names, without zeros."""
-        resources = {"CPU": self.cpus_per_worker, self.device_resource: self.worker_devices}
+        resources = {"CPU": self.cpus_per_worker, "GPU": self.worker_gpus}
         return {name: amount for name, amount in resources.items() if amount}
 
 
@@ -202,9 +189,8 @@ class CheckpointSection:
     Args:
         every_steps: Optimizer steps between two checkpoints. Default: none by steps.
         every_epochs: Epochs between two checkpoints. Default: none by epochs. The end of training always writes one.
-        keep_last: Number of newest checkpoints to keep. With 1, a run starts from its first step if that
-            checkpoint is damaged; a warning says so at the start.
-        keep_best: Number of best checkpoints by `evaluate.metric` to keep in addition.
+        keep_last: Number of newest checkpoints to keep; the best one by `evaluate.metric` is kept in addition. With 1,
+            a run starts from its first step if that checkpoint is damaged; a warning says so at the start.
         snapshot_every_steps: Optimizer steps between two snapshots: copies of the state in memory outside the workers.
             A run that loses all workers at once resumes from the newest snapshot. Default: no snapshots; such a run
             resumes from its newest checkpoint.
@@ -213,7 +199,6 @@ class CheckpointSection:
     every_steps: PositiveInt | None = None
     every_epochs: PositiveInt | None = 1
     keep_last: PositiveInt = 2
-    keep_best: NonNegativeInt = 1
     snapshot_every_steps: PositiveInt | None = None
 
 
@@ -232,9 +217,9 @@ class FailureSection:
         sdc_check_rate: Share of the computation of logical workers that another worker recomputes before the update, to
             detect silent data corruption: 0.01 costs about 1 % of the computation. This needs
             `train.reduction: exact`, the strategy `ddp` or `central_storage`, and two workers on the same hardware.
-        compare_params_every_steps: Steps between two comparisons of the parameters of all workers. If they differ, the
+            With `ddp` all workers also compare their parameters after every 1,000 steps. If they differ, the
             run continues with the parameters of the majority, or from the newest snapshot or checkpoint if there is
-            none. Default: workers compare only after a generation that failed. Needs the strategy `ddp`.
+            none. With 0 they are compared only after a generation that failed.
     """
 
     max_failures: Annotated[int, NumberRange(ge=-1)] = 5
@@ -242,7 +227,6 @@ class FailureSection:
     heartbeat_timeout_s: PositiveFloat = 5.0
     recovery: Literal["in_place", "restart"] = "in_place"
     sdc_check_rate: Fraction = 0.0
-    compare_params_every_steps: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -269,11 +253,8 @@ class EvaluateSection:
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
             group is used, always the same one. Default: all rows.
-        drain_timeout_s: Seconds that the end of a run waits for the evaluator to finish pending checkpoints.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
-        label_selector: Labels of the nodes on which the evaluator may run, as in `scaling.label_selector`. Default:
-            any node.
     """
 
     where: Literal["actor", "workers"] = "actor"
@@ -286,10 +267,8 @@ class EvaluateSection:
     fixed_batches: bool | None = None
     workers: PositiveInt = 1
     max_rows: PositiveInt | None = None
-    drain_timeout_s: NonNegativeFloat = 600.0
     num_cpus: NonNegativeFloat = 1
     num_gpus: NonNegativeFloat = 0
-    label_selector: dict[str, str] | None = None
 
     @property
     def threads(self) -> int:
@@ -347,10 +326,8 @@ class TrainSection:
         outer_lr: Factor of the averaged change of the parameters with `local_sgd`; 1 is the average itself.
         outer_momentum: Nesterov momentum of the averaged change, as in DiLoCo (which uses 0.9, with `outer_lr` 0.7);
             0: none.
-        servers: Number of parameter servers (P) with `parameter_server`. It may change when a run is resumed.
-        server_cpus: Logical CPUs that each parameter server reserves.
-        server_label_selector: Labels of the nodes on which parameter servers may run, as in `scaling.label_selector`.
-            Default: any node.
+        servers: Number of parameter servers (P) with `parameter_server`; each reserves a CPU. It may change when a run
+            is resumed.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
             each gradient is applied when it arrives.
@@ -401,8 +378,6 @@ class TrainSection:
     outer_lr: PositiveFloat = result_field(1.0)
     outer_momentum: NonNegativeFloat = result_field(0.0)
     servers: PositiveInt = 1
-    server_cpus: NonNegativeFloat = 1
-    server_label_selector: dict[str, str] | None = None
     staleness: NonNegativeInt = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)

@@ -107,7 +107,7 @@ STRATEGIES: dict[str, StrategyTraits] = {
         detects_stragglers=True,
     ),
     "parameter_server": StrategyTraits(
-        train_fields=frozenset({"servers", "server_cpus", "server_label_selector", "staleness"}),
+        train_fields=frozenset({"servers", "staleness"}),
         refused_values=(
             _FP16_SCALES,
             RefusedValue("evaluate.where", "workers", "whose workers never meet; set it to actor."),

@@ -173,7 +173,7 @@ def _find_obstacle(context: ScenarioContext) -> str | None:
         return "one worker has no connection to another"
     if context.config.train.strategy_traits.has_servers:
         return "workers of parameter servers have no connections to each other"
-    if context.config.scaling.worker_devices:
+    if context.config.scaling.worker_gpus:
         return "what NCCL sends within a machine goes through no connection that could be cut"
     return None
 

@@ -44,7 +44,7 @@ def _make_scenario(
 def _find_obstacle(context: ScenarioContext, min_workers: int) -> str | None:
     """Returns why this drill cannot change the nodes; None if it can."""
     if context.nodes is None:
-        return _SAME_MACHINE if context.config.scaling.worker_devices else _NO_NODES
+        return _SAME_MACHINE if context.config.scaling.worker_gpus else _NO_NODES
     return f"it needs {min_workers} workers, there are {context.workers}" if context.workers < min_workers else None
 
 

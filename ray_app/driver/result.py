@@ -168,9 +168,10 @@ class Result:
         from ray_app.evaluate.evaluator import score_on_actors
         from ray_app.evaluate.job import EvaluationJob
 
-        exact = config.train.reduction == "exact"
         evaluation = EvaluationJob(
-            config.evaluate, self.task, str(self.path), job.fence, open_rows(self.task, data), deterministic=exact
+            *(config.evaluate, self.task, str(self.path), job.fence, open_rows(self.task, data)),
+            deterministic=config.train.reduction == "exact",
+            label_selector=config.scaling.label_selector,
         )
         with cluster(config):
             return combine(self.task, score_on_actors(evaluation, model.state_dict())).values

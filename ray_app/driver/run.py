@@ -526,10 +526,10 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
 def _workers_text(config: Config, max_workers: int) -> str:
     """Returns where the run trains, such as `up to 4 workers and 1 standby`."""
     scaling = config.scaling
-    resource, amount = scaling.device_resource, scaling.worker_devices
-    devices = f"a {resource}" if amount == 1 else f"{amount:g} {resource}"
+    amount = scaling.worker_gpus
+    devices = "a GPU" if amount == 1 else f"{amount:g} GPU"
     if not config.train.strategy_traits.has_workers:
-        return f"in this process{f' on a {resource}' if amount else ''}"
+        return f"in this process{' on a GPU' if amount else ''}"
     capped = ""
     if max_workers < scaling.worker_limit:
         capped = f" (of {scaling.max_workers} asked for, as many as fit now)"
@@ -553,7 +553,7 @@ def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
         return None
     processes = workers + scaling.standby_workers if config.train.strategy_traits.has_workers else 0
     reserved = {
-        scaling.device_resource: processes * scaling.worker_devices + evaluator_gpus(config),
+        "GPU": processes * scaling.worker_gpus + evaluator_gpus(config),
         "CPU": wanted_cpus(config, processes),
     }
     used, idle = [], []
@@ -571,6 +571,6 @@ def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
     if not any("GPU" in part for part in idle):
         return text
     advice = "Raise scaling.max_workers (all: as many as fit), or leave the GPUs to others."
-    if not scaling.worker_devices:
+    if not scaling.worker_gpus:
         advice = "It computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
     return f"Warning: {text} {advice}"

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 """Seconds between two looks at the evaluator, and for which it has to answer."""
+_DRAIN_TIMEOUT_S = 600.0
+"""Seconds that the end of a run waits for the evaluator to finish pending checkpoints."""
 
 
 def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker | None:
@@ -111,7 +113,7 @@ class EvaluatorClient:
         return waiting
 
     def finish(self, is_over: Callable[[], bool], console: SafeConsole) -> bool:
-        """Waits until the evaluator has caught up, at most `evaluate.drain_timeout_s`, or until `is_over` says to stop.
+        """Waits until the evaluator has caught up, at most `_DRAIN_TIMEOUT_S`, or until `is_over` says to stop.
 
         Returns:
             Whether the evaluations are complete: the next start would have none to catch up.
@@ -122,7 +124,7 @@ class EvaluatorClient:
         """
         if self._job is None or self._evaluator is None:
             return True
-        deadline_s = time.monotonic() + self._job.section.drain_timeout_s
+        deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S
         steps: list[int] = []
         while not is_over():
             try:

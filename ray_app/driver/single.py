@@ -28,7 +28,7 @@ from ray_app.watch.terminal import RunConsole, SafeConsole
 
 def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry."""
-    device = accelerator().device(0) if job.config.scaling.worker_devices else HOST
+    device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation
     load = (
         (lambda: load_all(fetch_in_process, evaluation).arrays)

@@ -106,7 +106,7 @@ def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
         logger.warning("%s, so none says which checkpoint is best; that of step %d is taken.", problem, commit.step)
         return commit, None
     if evaluations and evaluation is not evaluations[0]:
-        problem = f"The best checkpoint, of step {evaluations[0].step}, is gone (checkpoint.keep_best)"
+        problem = f"The best checkpoint, of step {evaluations[0].step}, is gone"
         substitute = "the newest" if evaluation is None else "the best of the others"
         logger.warning("%s; %s is taken: step %d.", problem, substitute, commit.step)
     return commit, evaluation

@@ -584,6 +584,5 @@ def start_evaluator(
 
 def _actor_options(job: EvaluationJob) -> dict[str, Any]:
     """Returns Ray's options for what an actor of the evaluation reserves, and on which nodes."""
-    section = job.section
-    labels = {"label_selector": section.label_selector} if section.label_selector else {}
-    return {"num_cpus": section.num_cpus, "num_gpus": section.num_gpus, **labels}
+    labels = {"label_selector": job.label_selector} if job.label_selector else {}
+    return {"num_cpus": job.section.num_cpus, "num_gpus": job.section.num_gpus, **labels}

@@ -23,6 +23,7 @@ class EvaluationJob:
         name: Name of an additional evaluator; None for the evaluator that belongs to the run.
         attached: Whether it belongs to another job than the run's driver.
         deterministic: Whether it computes with deterministic kernels, as the workers do with `reduction: exact`.
+        label_selector: The value of `scaling.label_selector`.
     """
 
     section: EvaluateSection
@@ -33,6 +34,7 @@ class EvaluationJob:
     name: str | None = None
     attached: bool = False
     deterministic: bool = True
+    label_selector: dict[str, str] | None = None
 
     @property
     def paths(self) -> RunPaths:

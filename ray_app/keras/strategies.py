@@ -21,7 +21,7 @@ import torch
 from ray_app.cluster.resources import cluster, cluster_capacity
 from ray_app.config.config import Config
 from ray_app.config.strategies import StrategyName
-from ray_app.devices import HOST, accelerator
+from ray_app.devices import HOST, VISIBLE_DEVICES
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
@@ -192,10 +192,9 @@ def _replicas_of(devices: list[str] | None) -> tuple[int, dict[str, Any]]:
     if HOST.type in kinds:
         return len(devices), {"scaling.gpus_per_worker": 0}
     if numbers != list(range(len(numbers))):
-        variable = accelerator().visible_variable
         raise ConfigError(
             f"devices are {devices}; workers use the first GPUs that this process sees. Start it with"
-            f" {variable}={','.join(map(str, numbers))}, and name gpu:0 to gpu:{len(numbers) - 1}."
+            f" {VISIBLE_DEVICES}={','.join(map(str, numbers))}, and name gpu:0 to gpu:{len(numbers) - 1}."
         )
     return len(devices), {"scaling.gpus_per_worker": 1}
 
@@ -230,5 +229,5 @@ def _count_cluster_devices() -> int:
         return 1
     with cluster(Config()):
         capacity = cluster_capacity()
-    gpus = int(capacity.resources.get(accelerator().ray_resource, 0))
+    gpus = int(capacity.resources.get("GPU", 0))
     return gpus or max(1, sum(bool(node["Alive"]) for node in capacity.nodes))

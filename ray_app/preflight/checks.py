@@ -471,9 +471,6 @@ CHECKS = (
           applies=lambda context: context.config.train.strategy_traits.shards_parameters),
     Check("schedule", 0, "It lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
     Check("data files", 0.01, "Their versions are known.", read_data_files, ("evaluation data",)),
-    Check("TPU", 0, "Experimental: the application has not run on a TPU yet; see docs/strategies.md.",
-          lambda context: CheckResult(level="warning"),
-          applies=lambda context: context.config.scaling.tpus_per_worker > 0),
 
     # Trainings of a few steps in processes of their own, several at a time.
     Check("randomness", 7, "The same rows, keys and seeds of torch's give the same; nothing else is drawn from.",
@@ -488,7 +485,7 @@ CHECKS = (
           applies=has_comparable_scores, at_start=False),
     Check("export", 0, "The model can be exported.", try_export, at_start=False),
     Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
-          applies=lambda context: context.config.scaling.worker_devices > 0, at_start=False),
+          applies=lambda context: context.config.scaling.worker_gpus > 0, at_start=False),
 )
 # fmt: on
 """All checks before a run. One that needs what was refused is not made."""

@@ -106,6 +106,7 @@ def prepare(config: Config) -> Prepared:
             EvaluationJob(
                 *(context.config.evaluate, job.task, job.run_root, 0, data),
                 deterministic=context.config.train.reduction == "exact",
+                label_selector=context.config.scaling.label_selector,
             )
             if data is not None and not job.workers_evaluate
             else None

@@ -56,7 +56,6 @@ _SHORT_SETTINGS: dict[str, Any] = {
     "scaling__logical_workers": WORKERS,
     "scaling__threads_per_worker": 1,
     "scaling__gpus_per_worker": 0,
-    "scaling__tpus_per_worker": 0,
     "data__shuffle_window_rows": 2 * _MICRO_BATCH,
     "data__balance_by": None,
     "data__shard": "row",

@@ -27,12 +27,12 @@ def record_on_current_stream(tensors: Iterable[Tensor]) -> None:
     """
     for tensor in tensors:
         kind = KINDS[tensor.device.type]
-        if kind.has_streams:
+        if not kind.is_host:
             tensor.record_stream(kind.current_stream(tensor.device))
 
 
 class SideStream:
-    """A stream of a device besides the stream that computes. On a device without streams its calls do nothing.
+    """A stream of a device besides the stream that computes. On the CPU its calls do nothing.
 
     Inside `with stream.entered():` work is queued on this stream, and only this stream waits for collectives.
 
@@ -44,7 +44,7 @@ class SideStream:
 
     def __init__(self, device: torch.device, purpose: str, priority: int = 0) -> None:
         self._device, self._kind = device, kind_of(device)
-        self._stream: Any = get_stream(device, purpose, priority) if self._kind.has_streams else None
+        self._stream: Any = get_stream(device, purpose, priority) if not self._kind.is_host else None
 
     def entered(self) -> AbstractContextManager[Any]:
         """Returns a context manager in which this stream is the current one.

@@ -34,9 +34,7 @@ class SimulatedKind(DeviceKind):
         SIM.unlock_pages(address)
 
 
-# Under the name "tpu" the package has a kind of its own.
-if NAME != "tpu":
-    KINDS[NAME] = SimulatedKind(NAME)
+KINDS[NAME] = SimulatedKind(NAME)
 
 
 class SimulatedGroup(DeviceGroup2):

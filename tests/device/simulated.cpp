@@ -120,7 +120,6 @@ struct Simulator {
   std::set<int> broken;               // devices that have raised their error
   std::vector<std::string> races;
   int64_t allocations_until_failure = -1, num_synchronizations = 0;
-  bool has_streams = true;
 };
 
 Simulator& simulator() {
@@ -422,7 +421,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Stream getNewStream(Device device, int) const override {
     auto& s = simulator();
     Lock lock(s.mutex);
-    TORCH_CHECK(s.has_streams, "this simulated device has no streams");
     auto index = index_of(device);
     // Stream 0 is the default one. As in PyTorch's pools, 32 streams are handed out in turn.
     return Stream(Stream::UNSAFE, Device(kSim, index), 1 + s.next_stream[index]++ % 32);
@@ -436,7 +434,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     Lock lock(simulator().mutex);
-    TORCH_CHECK(simulator().has_streams, "this simulated device has no events");
     if (*event == nullptr) *event = new Event();
     auto key = stream_key(stream);
     begin_operation(key);
@@ -807,11 +804,10 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_PROMOTE(WIDEST_TYPE)
 }
 
-void start(int num_devices, size_t capacity, bool has_streams) {
+void start(int num_devices, size_t capacity) {
   auto& s = simulator();
   s.num_devices = num_devices;
   s.capacity = capacity;
-  s.has_streams = has_streams;
   s.next_stream.resize(num_devices);
   s.stats.resize(num_devices);
   for (int i = 0; i < num_devices; ++i) {

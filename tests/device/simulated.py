@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 SOURCE = Path(__file__).with_name("simulated.cpp")
 BUILD = SOURCE.parents[2] / "build" / "device"
-NAME = os.environ.get("SIMULATED_DEVICE", "sim")
-"""The simulated devices in `torch.device.type`: as "tpu" they have neither streams nor events."""
+NAME = "sim"
+"""The simulated devices in `torch.device.type`."""
 DEVICES = 4
 GROUP = "simulated"
 """torch's name of the backend of their process groups."""
@@ -77,7 +77,7 @@ def load() -> Any:
     assert spec is not None
     backend = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(backend)  # type: ignore[union-attr]
-    backend.start(DEVICES, CAPACITY, NAME != "tpu")
+    backend.start(DEVICES, CAPACITY)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _DeviceModule(backend))
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False, for_storage=True)

@@ -18,7 +18,7 @@ FSDP = {"train__strategy": "fsdp"}
 OFFLOAD = FSDP | {"train__cpu_offload": True}
 LOCAL = {"train__strategy": "local_sgd", "train__local_steps": 3}
 CENTRAL = {"train__strategy": "central_storage"}
-SDC = {"failure__sdc_check_rate": 1.0, "failure__compare_params_every_steps": 2}
+SDC = {"failure__sdc_check_rate": 1.0}
 BIT_IDENTICAL: dict[str, Fields] = {
     "ddp": SMALL_BUCKETS | AVERAGE,
     "fsdp, offload": OFFLOAD,

@@ -6,7 +6,6 @@ Only the workers import `tests.device.sim`; the process of the tests has no simu
 from __future__ import annotations
 
 import dataclasses
-import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,15 +97,6 @@ def train_on_devices(
     # The workers of a training meet at a store of their own, since they number their generations from 1.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return pool.call(size, _train, job, groups, reforms, hooks, windows, store.port, hosts)
-
-
-def name_devices(worker: int, store: Path, name: str) -> None:
-    """Names the simulated devices of a worker's process, before it loads them."""
-    del worker, store
-    os.environ["SIMULATED_DEVICE"] = name
-    from tests.device.simulated import NAME
-
-    assert name == NAME
 
 
 def device_run(pool: WorkerPool, job: Job, workers: int, windows: OpenWindows = cache_windows) -> TrainedRun:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import Any
 
@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from ray_app.cluster.ray_private import Node, nodes_with_labels
-from ray_app.cluster.resources import evaluator_gpus, workers_in
+from ray_app.cluster.resources import count_on_labeled, evaluator_gpus, workers_in
 from ray_app.config.config import Config
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class ElasticPolicy(ElasticScalingPolicy):
 
     def __init__(self, scaling_config: Any, config: Config, reading_cpus: float) -> None:
         super().__init__(scaling_config)
-        self._scaling, self._evaluator_gpus = config.scaling, evaluator_gpus(config)
+        self._config, self._scaling = config, config.scaling
         self._reading_cpus = reading_cpus
         self.draining_nodes = frozenset[str]()
         self.excluded_nodes = set[str]()
@@ -159,14 +159,14 @@ class ElasticPolicy(ElasticScalingPolicy):
         allowed = (node["NodeID"] for node in labeled if node["NodeID"] not in self.excluded_nodes)
         return self._count_in(free.get(name, {}) for name in allowed)
 
-    def _limit_by_total_resources(self, nodes: Collection[Node]) -> int:
+    def _limit_by_total_resources(self, nodes: Sequence[Node]) -> int:
         """Returns the maximum number of workers on these nodes, so that reading and the evaluator have capacity, too.
 
-        All CPUs and GPUs or TPUs of the nodes count, free or not, less those that reading and the evaluator need.
+        All CPUs and GPUs of the nodes count, free or not, less those that reading and the evaluator need.
         """
-        device = self._scaling.device_resource
-        cpus, devices = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", device))
-        return self._count_in([{"CPU": cpus - self._reading_cpus, device: max(0.0, devices - self._evaluator_gpus)}])
+        cpus, gpus = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
+        free = {"CPU": cpus - self._reading_cpus, "GPU": max(0.0, gpus - evaluator_gpus(self._config))}
+        return int(min(self._count_in([free]), count_on_labeled(self._config, nodes)))
 
     def _count_in(self, resources: Iterable[dict[str, float]]) -> int:
         """Returns how many workers fit into the resources of each node, together; at most those that the run may have.
@@ -222,7 +222,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         evaluator need, since Ray's request has bundles of one size only. None are added if workers need GPUs or labels:
         each would make the autoscaler start a node with a GPU or with the labels, where a CPU of any node is enough.
         """
-        needs_special_nodes = self._scaling.worker_devices or self._scaling.label_selector
+        needs_special_nodes = self._scaling.worker_gpus or self._scaling.label_selector
         if needs_special_nodes or not self._scaling.cpus_per_worker:
             return self.scaling_config.max_workers
         return self.scaling_config.max_workers + ceil(self._reading_cpus / self._scaling.cpus_per_worker)

@@ -389,12 +389,8 @@ class StepLog:
         self._membership.enter(then)
 
     def _best_steps(self) -> list[int]:
-        """Returns the steps of the best checkpoints so far that `checkpoint.keep_best` or early stopping keeps."""
-        num_best = self._job.config.checkpoint.keep_best
-        # With early stopping the best checkpoint may become the result of the run.
-        if self._job.config.evaluate.patience is not None:
-            num_best = max(1, num_best)
-        return [evaluation.step for evaluation in self._job.best_first()[:num_best]]
+        """Returns the step of the best checkpoint so far, which is kept; nothing before the first evaluation."""
+        return [evaluation.step for evaluation in self._job.best_first()[:1]]
 
 
 def _identity(snapshot: Snapshot) -> Snapshot:

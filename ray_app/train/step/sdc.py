@@ -11,8 +11,7 @@ more.
 
 `SdcChecker` does this in the steps of a generation, as a hook of the step. `SdcMonitor` does the rest over all
 generations of a worker: it gathers the workers of each generation, writes an event for each finding, marks the
-checkpoints to which a corrupt worker may have contributed, and compares the parameters of all workers at intervals
-(`failure.compare_params_every_steps`).
+checkpoints to which a corrupt worker may have contributed, and compares the parameters of all workers at intervals.
 """
 
 from __future__ import annotations
@@ -50,6 +49,11 @@ from ray_app.train.step.step_stats import StepResult
 _STEP_SALT = 31
 _SHIFT_SALT = 32
 _SHARE_SALT = 33
+_COMPARE_STEPS = 1000
+"""Steps between two comparisons of all parameters: a checksum takes about 2 s per GB, as long as several short steps.
+
+Most differences show earlier, in the recomputed shares; the comparison finds those that change no gradient.
+"""
 
 
 class RecomputedShare(NamedTuple):
@@ -445,8 +449,9 @@ class SdcMonitor:
         Raises:
             PeerLostError: The parameters differ, or a peer left meanwhile.
         """
-        every = self._job.config.failure.compare_params_every_steps
-        if every is None or finished_steps % every or world.size == 1:
+        config = self._job.config
+        is_checked = config.failure.sdc_check_rate > 0 and config.train.strategy_traits.can_compare_parameters
+        if not is_checked or finished_steps % _COMPARE_STEPS or world.size == 1:
             return
         digests = gather(params_digest(self._state.model.state_dict()), world)
         if len(set(digests)) > 1:

@@ -1,6 +1,6 @@
 """A cluster of Ray with simulated devices (`tests/device`) in its processes: workers, evaluator, prediction use them.
 
-Ray counts GPUs and TPU chips that do not exist; a process takes the simulated device with the index that Ray assigns.
+Ray counts GPUs that do not exist; a process takes the simulated device with the index that Ray assigns.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks
 from tests.support.injector import Kill
 
-data, out, resource = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-num_gpus, others = (3, {}) if resource == "GPU" else (0, {resource: 2})
-ray.init("local", num_cpus=8, num_gpus=num_gpus, resources=others, include_dashboard=False, log_to_driver=False)
-field = "scaling__gpus_per_worker" if resource == "GPU" else "scaling__tpus_per_worker"
+data, out = sys.argv[1], Path(sys.argv[2])
+ray.init("local", num_cpus=8, num_gpus=3, include_dashboard=False, log_to_driver=False)
 config = load_config("conf/digits.yaml", data__path=f"{data}/train", data__eval_path=f"{data}/eval").replace(
     run__storage_path=str(out), tracking__enabled=False, train__max_steps=40, checkpoint__every_steps=20,
     checkpoint__every_epochs=None, scaling__min_workers=1, scaling__max_workers=2, scaling__logical_workers=4,
-    evaluate__num_gpus=1 if resource == "GPU" else 0, **{field: 1})
+    evaluate__num_gpus=1, scaling__gpus_per_worker=1)
 kill = Kill(str(out.parent / "killed"), step=9, rank=1)
 runs = [
     run_training(config.replace(run__name="two"), faults=Faults(train=Hooks(after_step=kill))),
@@ -43,10 +41,9 @@ runs = [
 ]
 commits = [json.loads(path.read_text()) for path in out.glob("two/**/COMMIT.json")]
 devices = sorted({commit["environment"]["device"] for commit in commits})
-if resource == "GPU":
-    predictions = str(out.parent / "predictions")
-    arguments = {"run": f"{out}/two", "data": f"{data}/eval", "out": predictions, "num_gpus": 1}
-    assert main(["--config=conf/digits.yaml"] + [f"--predict.{name}={value}" for name, value in arguments.items()]) == 0
+predictions = str(out.parent / "predictions")
+arguments = {"run": f"{out}/two", "data": f"{data}/eval", "out": predictions, "num_gpus": 1}
+assert main(["--config=conf/digits.yaml"] + [f"--predict.{name}={value}" for name, value in arguments.items()]) == 0
 print(json.dumps([kill.num_fired, [run.summary for run in runs], devices]))
 """
 
@@ -63,11 +60,11 @@ sys.exit(main(sys.argv[1:]))
 
 
 def run_with_devices(
-    script: str, folder: Path, *arguments: str, device: str = "sim", limit_s: float = 500
+    script: str, folder: Path, *arguments: str, limit_s: float = 500
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python program with simulated devices in all its processes and in those of Ray that it starts."""
     path = os.pathsep.join((str(autoload_folder(folder / "autoload")), str(ROOT)))
-    environment = os.environ | {"PYTHONPATH": path, "SIMULATED_DEVICE": device}
+    environment = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
@@ -75,17 +72,14 @@ def run_with_devices(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("resource", "device"), [("GPU", "sim"), ("TPU", "tpu")])
-def test_a_run_on_devices_is_bit_identical_after_a_kill_and_evaluated(
-    digits: Path, tmp_path: Path, resource: str, device: str
-) -> None:
-    done = run_with_devices(SCRIPT, tmp_path, str(digits), str(tmp_path / "runs"), resource, device=device)
+def test_a_run_on_devices_is_bit_identical_after_a_kill_and_evaluated(digits: Path, tmp_path: Path) -> None:
+    done = run_with_devices(SCRIPT, tmp_path, str(digits), str(tmp_path / "runs"))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     kills, (two, one), devices = json.loads(done.stdout.splitlines()[-1])
     assert kills == 1
     assert two["world_sizes"][:2] == [[0, 2], [9, 1]]
     assert two["params_digest"] == one["params_digest"]
-    assert devices == [f"{device} simulated"]
+    assert devices == ["sim simulated"]
     assert (two["best"]["step"], two["best"]["value"]) == (one["best"]["step"], one["best"]["value"])
 
 

@@ -135,8 +135,7 @@ def test_pins_are_within_the_ranges_of_the_project_file() -> None:
         return {requirement.name.lower(): requirement for requirement in map(Requirement, lines)}
 
     pins = read([line for line in (ROOT / "requirements.txt").read_text().splitlines() if re.match(r"\w", line)])
-    # With torch_tpu installed, every process that imports torch would look for a TPU.
-    others = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in ("all", "tpu")}
+    others = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "all"}
     extras = [line for lines in others.values() for line in lines]
     ranges = read([*PROJECT["dependencies"], *extras])
     assert pins.keys() == ranges.keys()
@@ -146,7 +145,7 @@ def test_pins_are_within_the_ranges_of_the_project_file() -> None:
         assert ranges[name].specifier.contains(exact.version), name
         assert ranges[name].extras == pin.extras
     everything = set(Requirement(PROJECT["optional-dependencies"]["all"][0]).extras)
-    assert everything == set(PROJECT["optional-dependencies"]) - {"all", "tpu"}
+    assert everything == set(PROJECT["optional-dependencies"]) - {"all"}
 
 
 def test_the_search_path_has_the_existing_folders_of_the_driver(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ray_app.testing import WorkerPool
-from tests.device.training import name_devices
 from tests.support.local_world import write_images
 
 
@@ -19,14 +18,6 @@ def device_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool
     A process has to load the devices before its first backward, in which torch starts a thread for each device.
     """
     with WorkerPool(4, tmp_path_factory.mktemp("stores")) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def tpu_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
-    """As `device_pool`, where the devices have the name of TPUs, and no streams."""
-    with WorkerPool(4, tmp_path_factory.mktemp("stores")) as pool:
-        pool.call(4, name_devices, "tpu")
         yield pool
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ray_app.devices import accelerator
 from ray_app.driver.single import train_in_process
 from ray_app.models.inputs import open_rows
 from ray_app.runlog.evaluations import read_evaluations
@@ -65,55 +63,19 @@ def test_a_strategy_has_the_digest_of_the_cpu(
     assert device_run(device_pool, job, 2, stream_windows).digests == expected.digests
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("name", ["ddp", "ddp, SDC", "local_sgd, outer", "central_storage", "central_storage, replica"])
-def test_chips_of_tpus_are_bit_identical_in_any_number(
-    tpu_pool: WorkerPool, data: Path, tmp_path: Path, name: str
-) -> None:
-    job = strategy_job(tmp_path / "run", data, 0.3, scaling__tpus_per_worker=1, **BIT_IDENTICAL[name])
-    one, three = (device_run(tpu_pool, job, workers) for workers in (1, 3))
-    assert three.steps == one.steps
-    assert three.digests == one.digests
-
-
-@pytest.mark.rest
-def test_training_on_chips_of_tpus_leaves_the_precision_of_products(tpu_pool: WorkerPool) -> None:
-    assert tpu_pool.run(1, precisions_of_products) == [["highest", "medium"]]
-
-
-def precisions_of_products(rank: int, store: Path) -> list[str]:
-    """Returns torch's precision of products of float32 in a block that sets up kernels, and after it."""
-    from tests.device.sim import DEVICE
-
-    torch.set_float32_matmul_precision("medium")
-    with accelerator().restored():
-        accelerator().set_up_kernels(DEVICE, True)
-        inside = torch.get_float32_matmul_precision()
-    return [inside, torch.get_float32_matmul_precision()]
-
-
-@pytest.mark.parametrize(
-    ("pool", "staleness"),
-    [
-        ("device_pool", 0),
-        pytest.param("device_pool", 2, marks=pytest.mark.rest),
-        pytest.param("tpu_pool", 0, marks=pytest.mark.rest),
-    ],
-)
+@pytest.mark.parametrize("staleness", [0, pytest.param(2, marks=pytest.mark.rest)])
 def test_workers_of_parameter_servers_compute_on_devices(
-    request: pytest.FixtureRequest, data: Path, tmp_path: Path, pool: str, staleness: int
+    device_pool: WorkerPool, data: Path, tmp_path: Path, staleness: int
 ) -> None:
-    processes: WorkerPool = request.getfixturevalue(pool)
-    devices: Fields = {"scaling__tpus_per_worker": 1} if pool == "tpu_pool" else {}
-    job = strategy_job(tmp_path / "run", data, 0.3, **devices)
+    job = strategy_job(tmp_path / "run", data, 0.3)
     servers: Fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
-    with_servers = strategy_job(tmp_path / "servers", data, 0.3, **servers, **devices)
-    assert processes.run(1, serve, with_servers) == [[]]
+    with_servers = strategy_job(tmp_path / "servers", data, 0.3, **servers)
+    assert device_pool.run(1, serve, with_servers) == [[]]
     run = read_trained_run(with_servers)
     assert run.commit.step == job.total_steps
     if staleness == 0:
         # The optimizer of the servers runs on the CPU; the simulated devices compute with the CPU's kernels.
-        assert run.commit.params_digest == device_run(processes, job, 1).commit.params_digest
+        assert run.commit.params_digest == device_run(device_pool, job, 1).commit.params_digest
 
 
 def serve(rank: int, store: Path, job: Job) -> list[str]:

@@ -56,24 +56,6 @@ def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
 
 
 @pytest.mark.rest
-def test_chips_of_tpus_have_the_digest_of_the_cpu_after_a_kill(
-    worker_pool: WorkerPool, tpu_pool: WorkerPool, digits: Path, tmp_path: Path
-) -> None:
-    """TPU chips have no streams here, and their gradients are reduced in the memory of the host."""
-    job = digits_job(tmp_path / "run", digits, scaling__tpus_per_worker=1)
-    expected = worker_pool.train_new_run(job, 1, cache_windows)
-    run = device_run(tpu_pool, job, 2)
-    assert run.digests == expected.digests
-    assert run.commit.environment["device"] == "tpu simulated"
-    kill = KillOnce(tmp_path / "killed", step=9, rank=0)
-    killed, *others = train_on_devices(tpu_pool, job, [[0, 1, 2], [1, 2]], hooks=Hooks(after_step=kill))
-    assert isinstance(killed.error, KilledError)
-    check_races(others)
-    assert kill.proof.exists()
-    assert read_trained_run(job).digests == expected.digests
-
-
-@pytest.mark.rest
 def test_dropout_and_streamed_rows_do_not_depend_on_the_number_of_devices(
     device_pool: WorkerPool, digits: Path, tmp_path: Path
 ) -> None:

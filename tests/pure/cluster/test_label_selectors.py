@@ -54,6 +54,12 @@ def test_only_nodes_with_the_labels_count_as_capacity() -> None:
     assert fit() == 8
     assert fit(scaling__label_selector={"zone": "a"}) == 2, "a worker fits on one node only, and the third node is dead"
     assert fit(scaling__label_selector={"zone": "in(a,b)"}) == 3
+    evaluated = {"scaling__label_selector": {"zone": "a"}, "data__eval_path": "eval"}
+    assert fit(**evaluated, evaluate__num_cpus=2) == 1
+    with pytest.raises(ConfigError, match="capacity for 0 workers"):
+        fit(**evaluated, evaluate__num_gpus=1)
+    servers = {"train__strategy": "parameter_server", "train__servers": 3, "scaling__logical_workers": 8}
+    assert fit(**servers, scaling__label_selector={"zone": "a"}) == 1
     with pytest.raises(
         ConfigError,
         match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",

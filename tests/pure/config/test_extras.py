@@ -75,8 +75,7 @@ def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for library, extra in EXTRAS.items():
         assert library in {Requirement(line).name for line in extras[extra]}
-    # The library of "tpu" is looked for by PyTorch, as an accelerator.
-    assert set(EXTRAS.values()) | {"all", "tpu"} == set(extras)
+    assert set(EXTRAS.values()) | {"all"} == set(extras)
     assert set(Requirement(extras["all"][0]).extras) == set(EXTRAS.values())
     page = (ROOT / "docs" / "start" / "own-model.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras)

@@ -23,7 +23,7 @@ VALID = Config(task=ClassSpec("my.Task")).replace(data__path="data", scaling__ma
 FSDP, SINGLE = {"train__strategy": "fsdp"}, {"train__strategy": "single"}
 SERVERS, LOCAL = {"train__strategy": "parameter_server"}, {"train__strategy": "local_sgd", "train__local_steps": 4}
 OVERLAPPED = {"train__reduction": "overlapped"}
-GPU, TPU = {"scaling__gpus_per_worker": 1.0}, {"scaling__tpus_per_worker": 1}
+GPU = {"scaling__gpus_per_worker": 1.0}
 REDUCER, CAPTURE = {"train__reducer": "my.Reducer"}, {"train__capture": True} | GPU
 ADAFACTOR = {"optimizer": {"class_path": "torch.optim.Adafactor"}}
 SPEED = {"scaling__load_balancing": "speed"}
@@ -41,9 +41,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         FSDP | {"scaling__gpus_per_worker": 0.5, "scaling__max_workers": 1},
         {"scaling__max_workers": 2},
     ),
-    ("scaling.tpus_per_worker", TPU, {"scaling__tpus_per_worker": 2}),
-    ("scaling.tpus_per_worker", TPU, GPU),
-    ("scaling.tpus_per_worker", TPU, FSDP),
     ("scaling.label_selector", {"scaling__label_selector": {"zone": "a"}}, SINGLE),
     ("scaling.standby_workers", {"scaling__standby_workers": 1}, {"failure__recovery": "restart"}),
     ("scaling.standby_workers", SINGLE, {"scaling__standby_workers": 1}),
@@ -52,7 +49,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("scaling.load_balancing", SPEED, OVERLAPPED),
     ("failure.sdc_check_rate", {"failure__sdc_check_rate": 0.5}, FSDP),
     ("failure.sdc_check_rate", {"failure__sdc_check_rate": 0.5}, OVERLAPPED),
-    ("failure.compare_params_every_steps", {"failure__compare_params_every_steps": 7}, LOCAL),
     ("train.precision", {"train__precision": "fp16"}, LOCAL),
     ("train.precision", {"train__precision": "fp16"}, SERVERS),
     ("train.precision", {"train__precision": "fp16"}, FSDP),
@@ -71,8 +67,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.outer_lr", LOCAL | {"train__outer_lr": 0.7}, {"train__strategy": "ddp"}),
     ("train.outer_momentum", LOCAL | {"train__outer_momentum": 0.9}, {"train__strategy": "ddp"}),
     ("train.servers", SERVERS | {"train__servers": 2}, {"train__strategy": "ddp"}),
-    ("train.server_cpus", SERVERS | {"train__server_cpus": 2}, {"train__strategy": "ddp"}),
-    ("train.server_label_selector", SERVERS | {"train__server_label_selector": {"a": "b"}}, {"train__strategy": "ddp"}),
     ("train.staleness", SERVERS | {"train__staleness": 1}, {"train__strategy": "ddp"}),
     ("checkpoint.every_steps", LOCAL | {"checkpoint__every_steps": 8}, {"checkpoint__every_steps": 9}),
     ("checkpoint.snapshot_every_steps", LOCAL, {"checkpoint__snapshot_every_steps": 6}),
@@ -80,7 +74,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.bucket_mb", REDUCER, {"train__bucket_mb": 1.0}),
     ("train.capture", CAPTURE, REDUCER),
     ("failure.sdc_check_rate", REDUCER, {"failure__sdc_check_rate": 0.5}),
-    ("train.capture", CAPTURE, NO_GPU | TPU),
+    ("train.capture", CAPTURE, NO_GPU),
     ("train.capture", CAPTURE, FSDP),
     ("train.capture", CAPTURE, {"train__compile": True}),
     ("train.capture", CAPTURE, OVERLAPPED),
@@ -93,7 +87,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.init_digest", {"train__init_from": "a", "train__init_digest": "0"}, {"train__init_from": None}),
     ("evaluate.patience", {"evaluate__patience": 2, "data__eval_path": "eval"}, {"data__eval_path": None}),
     ("evaluate.num_gpus", {"evaluate__num_gpus": 1.0}, {"evaluate__num_gpus": 2.0}),
-    ("evaluate.num_gpus", {"evaluate__num_gpus": 1.0}, TPU),
     ("evaluate.workers", {"evaluate__workers": 2}, {"evaluate__where": "workers"}),
     ("tracking.registered_model", {"tracking__registered_model": "m"}, {"tracking__enabled": False}),
     ("tracking.registered_model", {"tracking__registered_model": "m"}, {"tracking__registered_model": "a/b"}),

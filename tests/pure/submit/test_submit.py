@@ -95,7 +95,7 @@ def test_the_submitted_configuration_is_complete(path: Path) -> None:
     config = load_config(path, run__name="it", train__epochs=7)
     text = json.dumps(non_default_fields(config))
     assert parse(["--config", text], exit_on_error=False) == config
-    assert "drain_timeout_s" not in text
+    assert "step_timeout_s" not in text
 
 
 def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from ray_app import run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config
+from ray_app.driver import services
 from ray_app.driver.run import Faults, open_run
 from ray_app.errors import EvaluationError
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -128,10 +129,15 @@ def test_evaluations_of_workers_and_evaluator_are_bit_identical(
 
 @pytest.mark.parametrize("ends", ["it is stopped", "the time is up"])
 def test_a_run_without_its_last_evaluations_is_not_finished(
-    ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path, ends: str
+    ray_cluster: None,
+    evaluated_run: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: str,
 ) -> None:
     """The missing evaluations may find that an earlier checkpoint is the best; the next start runs them."""
-    fields = {} if ends == "it is stopped" else {"evaluate__patience": 5, "evaluate__drain_timeout_s": 0.5}
+    fields = {} if ends == "it is stopped" else {"evaluate__patience": 5}
+    monkeypatch.setattr(services, "_DRAIN_TIMEOUT_S", 60.0 if not fields else 0.5)
     config, go_on = evaluated_run(**fields), tmp_path / "go-on"
     store = CheckpointStore(RunPaths(tmp_path / "runs" / "run"))
     with (
@@ -148,7 +154,8 @@ def test_a_run_without_its_last_evaluations_is_not_finished(
     assert (summary["status"], summary["steps"]) == ("interrupted", 30)
     assert read_evaluations(RunPaths(tmp_path / "runs" / "run")) == []
     go_on.touch()
-    again = run_training(config.replace(evaluate__drain_timeout_s=60.0))
+    monkeypatch.setattr(services, "_DRAIN_TIMEOUT_S", 60.0)
+    again = run_training(config)
     assert (again.summary["status"], again.summary["params_digest"]) == ("finished", summary["params_digest"])
     assert read_evaluations(RunPaths(again.path))[-1].step == 30
     with open_run(config, Console(file=StringIO()), background=True) as run:

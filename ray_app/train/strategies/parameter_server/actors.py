@@ -214,18 +214,14 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
 
 
 def start_parameter_service(job: Job, snapshot_actors: list[ActorHandle], hooks: Hooks) -> ParameterService:
-    """Starts the servers on nodes that their labels allow, and the coordinator on this node, where the driver is."""
+    """Starts the servers on nodes with the labels of workers, and the coordinator on this node, where the driver is."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
     server = ray.remote(ServerActor)
-    server_options: dict[str, Any] = {
-        "num_cpus": config.train.server_cpus,
-        "max_restarts": -1,
-        "scheduling_strategy": "SPREAD",
-    }
-    if config.train.server_label_selector:
-        server_options["label_selector"] = config.train.server_label_selector
+    server_options: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
+    if config.scaling.label_selector:
+        server_options["label_selector"] = config.scaling.label_selector
     names = server_names(job.paths, job.fence, config.train.servers)
     servers = RayServers(
         tuple(

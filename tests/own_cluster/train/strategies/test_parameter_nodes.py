@@ -50,7 +50,7 @@ class Nodes:
             nodes.kill_node(ray.get(server.__ray_call__.remote(lambda self: __import__("ray").get_runtime_context().get_node_id())))
             self.lost = True
 
-with open_drill_cluster(3, evaluates=False) as nodes:
+with open_drill_cluster(5, evaluates=False) as nodes:
     slow = (DelayUntilEvent(run, "preempted", {}, after=9, each_s=10), DelayUntilEvent(run, "server_lost", {}, after=18, each_s=10))
     acts = Nodes()
     run_training(config, faults=Faults(train=Hooks(after_step=HookChain(slow))), observe=acts)
@@ -64,9 +64,7 @@ def test_draining_a_worker_node_and_losing_a_server_node_keep_parameters(
     alone = claim(prepare(make_short_config(run__name="undisturbed", scaling__max_workers=2)), 1).job
     train_in_process(alone, SingleProcessMembership(4, lambda: False), Hooks())
     undisturbed = newest_commit(alone)
-    config = make_short_config(
-        train__strategy="parameter_server", train__servers=2, train__server_cpus=0.5, scaling__max_workers=2
-    )
+    config = make_short_config(train__strategy="parameter_server", train__servers=2, scaling__max_workers=2)
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PYTHONPATH": str(ROOT)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.checkpoint.store import SUSPECT, CheckpointStore
-from ray_app.drill.faults import Evidence
+from ray_app.drill.faults import Evidence, HookChain
 from ray_app.drill.memory_faults import Flip, FlipTarget
 from ray_app.errors import ConfigError, IrreproducibleError, WrongResultError
 from ray_app.runlog.history import read_steps
@@ -20,6 +20,7 @@ from ray_app.runlog.journal import read_events
 from ray_app.task.base import Batch
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
+from ray_app.train.step import sdc
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
 
@@ -182,12 +183,17 @@ def test_the_sdc_check_recomputes_a_part_of_the_shares(worker_pool: WorkerPool, 
     assert 0 < read_steps(job.paths).recomputed < L * 6
 
 
-def test_comparing_parameters_finds_the_divergent_rank(
-    worker_pool: WorkerPool, tmp_path: Path, undisturbed: str
-) -> None:
+def compare_after_step_4(rank: int, step: int) -> None:
+    """Sets the interval of the comparisons in the worker's process, and sets it back later."""
+    sdc._COMPARE_STEPS = 4 if step < 4 else 1000
+
+
+def test_comparing_parameters_finds_the_divergent_rank(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """A bit flips in the memory of rank 1 after step 3; rank 1 takes the state of the majority."""
-    job = job_in(tmp_path, "compared", failure__compare_params_every_steps=1)
-    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], hooks(tmp_path, "parameter", 1, 3))
+    job = job_in(tmp_path, "compared", failure__sdc_check_rate=1e-9)
+    flip = Flip(Evidence(str(tmp_path / "evidence")), "flip", "parameter", 1, 3)
+    both = Hooks(after_step=HookChain((flip, compare_after_step_4)), built=flip.built)
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1, 2]], [], both)
     assert [outcome.value for outcome in outcomes] == ["done"] * 3, [outcome.trace for outcome in outcomes]
     [diverged] = read_events(job.paths, "params_diverged")
     assert diverged.details["ranks"] == [1]
@@ -204,8 +210,6 @@ def test_comparing_parameters_finds_the_divergent_rank(
         ),
         ({"failure__sdc_check_rate": 0.1, "train__reduction": "overlapped"}, r"train\.reduction overlapped"),
         ({"failure__sdc_check_rate": 1.5}, r"sdc_check_rate is 1\.5; it must be at least 0 and at most 1"),
-        ({"failure__compare_params_every_steps": 0}, r"at least 1"),
-        ({"failure__compare_params_every_steps": 5, "train__strategy": "local_sgd"}, r"only with ddp"),
     ],
 )
 def test_incompatible_sdc_settings_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:

@@ -30,7 +30,6 @@ ShortRun = Callable[..., Config]
 SERVERS: dict[str, Any] = {
     "train__strategy": "parameter_server",
     "train__servers": 2,
-    "train__server_cpus": 0.5,
     "scaling__min_workers": 2,
     "scaling__max_workers": 2,
 }
