@@ -65,7 +65,7 @@ class KerasTask(BatchTask):
     The model gets columns as they are stored: numbers as float32, integers, arrays, lists padded to the longest of a
     micro-batch. Encoded images, and arrays of uint8 with two or three axes, are float32 from 0 to 255, channels last
     unless the program has set `channels_first`. Where the model declares the shape of an input, a row of as many values
-    gets it.
+    gets it. Arguments that are not listed are those of `ModuleTask`.
 
     Args:
         model: Import path of the function, with arguments as `{class_path: ..., init_args: {...}}`. The class path
@@ -78,17 +78,11 @@ class KerasTask(BatchTask):
         sample_weight: Column with the weight of each row, as `fit` takes it.
         class_weight: The weight of each class in training, as `fit` takes it.
         scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
         callbacks: Import path of a function that returns callbacks of Keras, with arguments as `model`. What has a
             counterpart becomes fields of the configuration where these are at their defaults, and a line says which;
             what has none is refused.
-        exif_orientation: See `ModuleTask`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
@@ -115,19 +109,9 @@ class KerasTask(BatchTask):
         callbacks: str | Spec | None = None,
     ) -> None:
         columns, targets = _names_in(inputs), _names_in(target)
-        super().__init__(
-            program.spec_of_program(model),
-            list(dict.fromkeys([*columns, *targets])),
-            None,
-            transforms=transforms,
-            evaluate_transforms=evaluate_transforms,
-            pad_with=pad_with,
-            pad_to=pad_to,
-            max_length=max_length,
-            best_metric=best_metric,
-            best_mode=best_mode,
-            exif_orientation=exif_orientation,
-        )
+        batch, lists = list(dict.fromkeys([*columns, *targets])), (pad_with, pad_to, max_length)
+        reading = (transforms, evaluate_transforms, None, None, *lists, best_metric, best_mode, exif_orientation)
+        super().__init__(program.spec_of_program(model), batch, None, *reading)
         _need_columns(inputs, columns, class_weight, sample_weight, scale)
         self.model_inputs = inputs
         self.model_target = target
