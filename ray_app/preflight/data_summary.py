@@ -80,29 +80,19 @@ def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
 
 
 def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
-    """Returns warnings if the shuffle windows mix the rows badly, judged by the footers of the Parquet files.
-
-    Data that is sorted by class, or row groups that are larger than a window, leave similar rows together.
-    """
+    """Returns a warning if data looks sorted by class, which shuffle windows mix badly, by its Parquet footers."""
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
     window, name = plan.window_rows, config.data.balance_by or "label"
-    if window >= plan.manifest.num_rows:
-        return []
-    warnings = []
     facts = dataset.facts.columns.get(name)
-    if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
+    if window >= plan.manifest.num_rows or facts is None:
+        return []
+    if facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
         values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
         if groups * facts.group_span < 0.5 * min(values, window):
-            warnings.append(
+            return [
                 f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
                 f" {values:,.0f} values on an average, and a shuffle window of {window:,} rows mixes about"
                 f" {groups:.1f} row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest it again"
                 " (ray-app ingest mixes), or raise data.shuffle_window_rows."
-            )
-    if (largest := int(rows.max())) > window:
-        warnings.append(
-            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,}"
-            " rows, which then mixes the rows of one or two. Where rows that are near each other are alike, ingest it"
-            " (ray-app ingest mixes), or raise data.shuffle_window_rows."
-        )
-    return warnings
+            ]
+    return []

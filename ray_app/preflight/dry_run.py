@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -47,7 +46,6 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, repeat_rows, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
-from ray_app.track.mlflow_client import mlflow_key
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
@@ -167,7 +165,7 @@ def _note_target_range(job: Job, task: ModuleTask, model: nn.Module, fields: Bat
 
 
 def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
-    """Refuses metrics that fail for any rows, share a name in MLflow, or lack the one of the best checkpoint."""
+    """Refuses metrics that fail for any rows, or lack the one of the best checkpoint."""
     task, metric = job.task, job.best_metric
     try:
         metric_names = sorted({"loss", *combine(task, chunks).values})
@@ -179,14 +177,6 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
             str(error).splitlines()[0],
         )
         metric_names = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
-    keys: dict[str, str] = {}
-    for name in metric_names:
-        if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
-            raise ConfigError(
-                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and"
-                " '_-. :/', all else and what is no path become '_', and names are cut to 250 characters. Give one of"
-                " them another name."
-            )
     if metric not in metric_names:
         source = (
             "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
@@ -281,10 +271,13 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
             f" {config.train.strategy} updates parts of them. Use"
             f" {list_strategies(lambda t: not t.shards_parameters and not t.has_servers)}."
         )
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    _check_storable(
-        f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups}
-    )
+    state = {"state": optimizer.state_dict()["state"], "param_groups": _options(optimizer)}
+    _check_storable(f"optimizer.class_path {spec.class_path}", state)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the options of the groups of an optimizer."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _kept_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -301,8 +294,8 @@ def try_schedules(context: PreflightContext) -> None:
     """Checks the learning-rate schedules and advances them by one step.
 
     Raises:
-        ConfigError: A schedule needs more than the number of steps, ends before the run does, gives a rate that is not
-            finite, or has state that cannot be restored from a checkpoint.
+        ConfigError: A schedule needs more than the number of steps, ends before the run does, or has state that cannot
+            be restored from a checkpoint.
     """
     state = context.row_probe.state
     schedules: list[tuple[LRScheduler | None, int]]
@@ -319,26 +312,12 @@ def try_schedules(context: PreflightContext) -> None:
         )
     for schedule, moves in schedules:
         _check_schedule_steps(schedule, moves)
-    _check_learning_rates(state, "in the first step")
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with user_code(lambda: "moving the schedule"):
                 state.advance_schedule()
-        _check_learning_rates(state, "after the first step")
-        groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
-        ]
-        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
-
-
-def _check_learning_rates(state: TrainingState, when: str) -> None:
-    """Refuses learning rates that are not finite, as a user's schedule or optimizer may give them."""
-    rates = [float(group["lr"]) for group in state.optimizer.param_groups if "lr" in group]
-    if wrong := [rate for rate in rates if not math.isfinite(rate)]:
-        raise ConfigError(
-            f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule."
-        )
+        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": _options(state.optimizer)})
 
 
 def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:

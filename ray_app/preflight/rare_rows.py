@@ -18,7 +18,7 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.probes import find_longest_row
 from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, count_numbers, explain_cost, longest_of
+from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, count_numbers, longest_of
 from ray_app.task.environment import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
@@ -27,6 +27,8 @@ from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
 logger = logging.getLogger(__name__)
+MAX_OPERATIONS = 1e12
+"""Largest number of floating-point operations on a long row; on two cores they take about half a minute."""
 
 
 def _check_value_ranges(
@@ -170,11 +172,12 @@ def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: b
     if isinstance(context.task, LoopTask) or not tried_numbers < numbers <= MAX_NUMBERS:
         return tried_numbers
     rows = {field: repeat_rows(row[field]) for field in context.accepted_rows}
-    if (cost := explain_cost(row_probe, rows)) is not None:
+    # Two operations for each parameter and number of the two copies.
+    if (operations := 4.0 * numbers * sum(p.numel() for p in context.model.parameters())) > MAX_OPERATIONS:
         logger.warning(
-            "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
-            " knows as many positions is seen when it is trained or evaluated on.",
-            *(name, numbers, cost),
+            "The longest row of %s (%d numbers) is not tried before the start: it would take about %.1e operations."
+            " Whether the model knows as many positions is seen when it is trained or evaluated on.",
+            *(name, numbers, operations),
         )
         return tried_numbers
     try:
