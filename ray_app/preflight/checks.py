@@ -319,17 +319,10 @@ def try_repetitions(context: PreflightContext) -> CheckResult:
 def compare_repetition(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with its repetition."""
     _, _, one, repeated = context.short_trainings.first
-    text = ""
     if one.error is not None:
-        text = f"{STEPS} steps on one worker: {one.error}"
-    elif repeated.error is not None:
-        text = f"{STEPS} steps on one worker, twice: {repeated.error}"
-    elif repeated.params != one.params:
-        text = (
-            f"{STEPS} steps on one worker, twice, give other parameters each time. See docs/own-task.md on where"
-            " randomness must come from."
-        )
-    return CheckResult(text, "failed" if text else "ok", seconds=max(one.seconds, repeated.seconds))
+        return CheckResult(f"{STEPS} steps on one worker: {one.error}", "failed", seconds=one.seconds)
+    advice = "See docs/own-task.md on where randomness must come from."
+    return _compare_params(context, f"{STEPS} steps on one worker, twice", repeated, advice)
 
 
 def is_repeatable(context: PreflightContext) -> bool:

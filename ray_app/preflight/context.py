@@ -193,7 +193,10 @@ class RowProbe:
         lists = {name: values for name, values in rows.items() if isinstance(values, Ragged)}
         if not lists or isinstance(self.task, LoopTask):
             return None
-        repeated = {**rows, **{name: _repeat_first(values) for name, values in lists.items()}}
+        repeated = {
+            **rows,
+            **{name: v.like(np.repeat(row[:1], len(row), axis=0) for row in v) for name, v in lists.items()},
+        }
         if (
             self.can_run(rows, evaluates)
             or not self.can_run(truncate(rows, 1), evaluates)
@@ -247,20 +250,8 @@ def cut_unevenly(rows: Arrays) -> Arrays:
     With equal lengths a mean over tokens could not be told from a mean over rows.
     """
     return {
-        name: Ragged.of(
-            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
-            values.values.dtype,
-            values.fill,
-            values.multiple,
-            values.row_shape,
-        )
+        name: values.like(row[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i, row in enumerate(values))
         if isinstance(values, Ragged)
         else values
         for name, values in rows.items()
     }
-
-
-def _repeat_first(values: Ragged) -> Ragged:
-    """Returns lists of the same lengths that repeat the first number of each row."""
-    rows = (np.repeat(values.row(i)[:1], length, axis=0) for i, length in enumerate(values.lengths))
-    return Ragged.of(rows, values.values.dtype, values.fill, values.multiple, values.row_shape)

@@ -217,22 +217,13 @@ def _check_wrappers(metrics: MetricCollection) -> None:
     """Refuses wrappers of torchmetrics with a value that depends on the number of updates."""
     reasons = {"BootStrapper": "draws rows at random in each update", "Running": "counts updates, not rows"}
     for name, metric in metrics.items(keep_base=True, copy_state=False):
-        for kind in sorted(reasons.keys() & _wrapper_names(metric)):
+        kinds = {kind for part in metric_parts(metric).values() for kind in type(part).__mro__}
+        names = {kind.__name__ for kind in kinds if kind.__module__.startswith("torchmetrics.wrappers")}
+        if wrappers := sorted(reasons.keys() & names):
             raise ConfigError(
-                f"The metric {name!r} is a torchmetrics {kind}, which {reasons[kind]}: its value would depend on"
-                " evaluate.batch_size. Use the metric inside it."
+                f"The metric {name!r} is a torchmetrics {wrappers[0]}, which {reasons[wrappers[0]]}: its value would"
+                " depend on evaluate.batch_size. Use the metric inside it."
             )
-
-
-def _wrapper_names(metric: Any) -> set[str]:
-    """Returns the class names of the torchmetrics wrappers that a metric is or contains."""
-    parts = metric_parts(metric).values()
-    return {
-        kind.__name__
-        for part in parts
-        for kind in type(part).__mro__
-        if kind.__module__.startswith("torchmetrics.wrappers")
-    }
 
 
 def _compute_values(metrics: MetricCollection) -> Values:

@@ -308,7 +308,8 @@ _MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 def check_picklable(task: Task) -> None:
     """Refuses a task that cannot be pickled for readers, workers and the evaluator, whatever the strategy now is."""
-    if (failure := find_failing_part(type(task).__name__, task, _pickling_error)) is None:
+    failure = find_failing_part(type(task).__name__, task, lambda value: cloudpickle.loads(cloudpickle.dumps(value)))
+    if failure is None:
         return
     name, value, error = failure
     raise ConfigError(
@@ -319,37 +320,31 @@ def check_picklable(task: Task) -> None:
     )
 
 
-def _pickling_error(value: Any) -> Exception | None:
-    """Returns the error of pickling and unpickling a value, or None."""
-    try:
-        cloudpickle.loads(cloudpickle.dumps(value))
-    except Exception as error:  # A user's classes may raise any error.
-        return error
-    return None
-
-
 def first_line(error: Exception) -> str:
     """Returns the first line of an error without addresses of objects, which differ every time."""
     return remove_addresses(next(iter(str(error).splitlines()), ""))
 
 
 def find_failing_part(
-    name: str, value: Any, error_of: Callable[[Any], Exception | None], visited: set[int] | None = None
+    name: str, value: Any, copy: Callable[[Any], object], visited: set[int] | None = None
 ) -> tuple[str, Any, Exception] | None:
-    """Returns the innermost part of a value that has an error: its name, the part and the error; None without an error.
+    """Returns the innermost part of a value that cannot be copied: its name, the part and the error; else None.
 
     Args:
         name: Name of the value in messages.
         value: The value.
-        error_of: Returns the error of a part, or None.
+        copy: Copies a part, and raises any error.
         visited: Identities of the parts that were examined.
     """
-    if (error := error_of(value)) is None:
+    try:
+        copy(value)
         return None
+    except Exception as raised:
+        error = raised
     visited = set() if visited is None else visited
     visited.add(id(value))
     if len(visited) < _MAX_PARTS and name.count(".") + name.count("[") < _MAX_DEPTH:
         for inner, part in iter_parts(value):
-            if id(part) not in visited and (failure := find_failing_part(name + inner, part, error_of, visited)):
+            if id(part) not in visited and (failure := find_failing_part(name + inner, part, copy, visited)):
                 return failure
     return name, value, error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -93,7 +94,7 @@ def _extreme_values(
 def _fill(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
     """Returns values of the same shape and lengths that are all `value`."""
     if isinstance(values, Ragged):
-        return Ragged(np.full_like(values.values, value), values.offsets, values.fill, values.multiple)
+        return replace(values, values=np.full_like(values.values, value))
     return np.full_like(values, value)
 
 
