@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
     for path, part in metric_parts(metric).items():
         if type(part).__module__.partition(".")[0] == "torchmetrics":
             continue
-        excluded = _LIBRARY_ATTRIBUTES | part._defaults.keys()
+        excluded = _library_attributes() | part._defaults.keys()
         attributes = {name: value for name, value in vars(part).items() if name not in excluded}
         for name, value in {**attributes, **registered_buffers(part)}.items():
             try:
@@ -221,24 +222,10 @@ def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
     return fingerprints
 
 
-_TORCHMETRICS_ATTRIBUTES = (
-    "_update_count",
-    "_computed",
-    "_forward_cache",
-    "_cache",
-    "_is_synced",
-    "_to_sync",
-    "_should_unsync",
-    "_enable_grad",
-    "_device",
-    "_dtype_convert",
-    "_update_signature",
-    "_defaults",
-    "_persistent",
-    "_reductions",
-    "compute",
-    "distributed_available_fn",
-    "update",
-)
-_LIBRARY_ATTRIBUTES = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
-"""Attributes that each metric has from torch and torchmetrics, which change them."""
+@cache
+def _library_attributes() -> frozenset[str]:
+    """Returns the attributes that each metric has from torch and torchmetrics, which change them."""
+    from torchmetrics import Metric
+
+    plain = type("PlainMetric", (Metric,), {"update": lambda metric: None, "compute": lambda metric: None})
+    return frozenset(vars(plain()))

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -86,23 +88,19 @@ class KerasModule(nn.Module):
             self._register(variable, is_parameter)
         for path, module in library.wrapped_modules(program):
             for name, owner, key in _buffers_of(module):
-                self._add_slot(f"{path}/{name}", owner[key], _setter_of(owner, key), is_parameter=False)
+                self._add_slot(f"{path}/{name}", owner[key], partial(operator.setitem, owner, key), is_parameter=False)
         self._generators = library.seed_generators(program)
         # The metrics by their names, once a batch has gone through this object: Keras makes them then.
         self._metrics: dict[str, Any] | None = None
 
     def _register(self, variable: Any, is_parameter: bool) -> None:
         """Registers a variable; one that no optimizer trains gets a plain tensor of the same memory."""
-
-        def bind(tensor: Tensor) -> None:
-            library.bind_tensor(variable, tensor)
-
         tensor = library.tensor_of(variable)
         if is_parameter and not isinstance(tensor, nn.Parameter):
             tensor = nn.Parameter(tensor.detach(), requires_grad=variable.trainable)
         elif not is_parameter:
             tensor = tensor.detach()
-        name = self._add_slot(variable.path, tensor, bind, is_parameter)
+        name = self._add_slot(variable.path, tensor, partial(library.bind_tensor, variable), is_parameter)
         if is_parameter:
             self._variables[name] = variable
 
@@ -295,13 +293,6 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         for key, tensor in registered_buffers(part).items():
             if tensor is not None:
                 yield f"{path}/{key}".lstrip("/"), registered_buffers(part), key
-
-
-def _setter_of(owner: dict[str, Any], key: str) -> Callable[[Tensor], None]:
-    def set_tensor(tensor: Tensor) -> None:
-        owner[key] = tensor
-
-    return set_tensor
 
 
 def refuse_steps(program: Any) -> None:

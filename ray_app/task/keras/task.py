@@ -20,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Rows
+from ray_app.task.base import Batch
 from ray_app.task.images import IMAGE
 from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import plan_configuration
@@ -234,13 +234,9 @@ class KerasTask(BatchTask):
         """Returns batches of zeros, of which lists have several lengths."""
         has_lists = any(kind == "list" for kind, _, _ in self.column_types.values())
         lengths = _SAMPLE_LENGTHS if has_lists else _SAMPLE_LENGTHS[:1]
-        return [self._keras_batch(to_batch(self.decode(self._zero_rows(length))), False) for length in lengths]
-
-    def _zero_rows(self, length: int) -> Rows:
-        """Returns rows of zeros as read, with lists of a length."""
-        return {
-            name: _zeros(kind, dtype, tuple(shape), length) for name, (kind, dtype, shape) in self.column_types.items()
-        }
+        columns = self.column_types.items()
+        rows = ({name: _zeros(kind, dtype, shape, n) for name, (kind, dtype, shape) in columns} for n in lengths)
+        return [self._keras_batch(to_batch(self.decode(zeros)), False) for zeros in rows]
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch as the model gets it."""
@@ -401,12 +397,12 @@ def _type_of(column: ColumnFacts) -> list[Any]:
     return [column.kind, dtype, list(column.shape)]
 
 
-def _zeros(kind: str, dtype: str, shape: tuple[int, ...], length: int) -> Any:
+def _zeros(kind: str, dtype: str, shape: list[int], length: int) -> Any:
     """Returns rows of zeros of a column as read."""
     if kind == "bytes":
         image = io.BytesIO()
         Image.new("RGB", (_PICTURE_SIZE, _PICTURE_SIZE)).save(image, "PNG")
         return [image.getvalue()] * _SAMPLE_ROWS
     if kind == "list":
-        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=shape)
+        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=tuple(shape))
     return np.zeros((_SAMPLE_ROWS, *shape), dtype or ("float32" if kind == "number" else "int64"))
