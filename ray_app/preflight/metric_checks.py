@@ -6,7 +6,6 @@ and a value that a script or a Lightning module logs for a batch must be a mean 
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,8 +48,6 @@ MAX_PERTURBED = 10_000_000
 _RTOL, _ATOL = 1e-3, 1e-5
 _FIRST_PART = 3
 """The first of two parts of a batch has one of this number of rows."""
-_WARNING_WORDS = ("samples", "variance")
-"""Words of torchmetrics' warnings about too few rows, or rows of a single class."""
 _LOGITS = (
     " torchmetrics takes outputs for probabilities if all of an update are between 0 and 1, else for logits. If they"
     " are scores, give it outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set"
@@ -67,14 +64,13 @@ def try_metrics(context: PreflightContext) -> list[str]:
 
     Raises:
         ConfigError: A metric depends on `evaluate.batch_size`, on the number of chunks, or on the process that
-            evaluates; or the evaluation data has too few rows for a metric.
+            evaluates.
     """
     task, rows = context.task, context.accepted_rows
     if context.eval_rows is not None:
         rows = cut_unevenly(context.eval_rows) if context.are_short else context.eval_rows
     context.model.eval()
     count = len(next(iter(rows.values())))
-    has_all = context.eval_source is not None and context.eval_source.manifest.num_rows <= MAX_ROWS
     fixed = bool(context.config.evaluate.fixed_batches)
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
         messages = list[str]()
@@ -86,7 +82,6 @@ def try_metrics(context: PreflightContext) -> list[str]:
                 _check_batches(task, context.model, cycled)
         outputs = _forward_rows(task, context.model, rows, count if fixed else 1)
         _check_states(task, outputs)
-        messages += _check_computed(task, outputs, has_all and _count(outputs) == count)
         if not isinstance(task, BatchTask):
             _check_logits(task, outputs)
     return messages
@@ -101,11 +96,6 @@ def _forward_rows(task: Task, model: nn.Module, rows: Arrays, size: int) -> Outp
         if len(outputs) > 1 and time.monotonic() - start_s > _MAX_SECONDS:
             break
     return outputs
-
-
-def _count(outputs: Outputs) -> int:
-    """Returns the number of rows of some batches."""
-    return sum(count_rows(batch) for _, batch in outputs)
 
 
 def _join(outputs: Outputs) -> Outputs:
@@ -169,7 +159,7 @@ def _check_states(task: Task, outputs: Outputs) -> None:
     try:
         at_once = _compute_values(metrics)
     except TaskError:
-        # The rows may be too few; `_check_computed` reports this if the data has no others.
+        # The rows may be too few.
         at_once = {}
     states = {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
     third = max(1, len(outputs) // 3)
@@ -264,41 +254,6 @@ def are_close(a: Any, b: Any) -> bool:
 def _format_value(value: Any) -> str:
     """Returns a value of a metric as short text."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:60]
-
-
-def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
-    """Refuses metrics that all rows are too few for, and returns warnings about few rows or classes, if `has_all`."""
-    if not has_all:
-        return []
-    count = _count(outputs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            values, _ = compute_values(_update_metrics(task, outputs))
-        except TaskError as error:
-            raise ConfigError(
-                f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of"
-                f" data.eval_path: {str(error).splitlines()[0]} Give it more rows, or leave the metric out."
-            ) from error
-    undefined = sorted(name for name, value in values.items() if math.isnan(value))
-    if undefined and count == 1:
-        raise ConfigError(
-            f"{', '.join(map(repr, undefined))} of {type(task).__name__} {'is' if len(undefined) == 1 else 'are'} not"
-            " a number for the only row of data.eval_path; such metrics need two rows or more. Give it more rows, or"
-            " leave the metric out."
-        )
-    messages = list[str]()
-    if undefined:
-        messages.append(f"Of the {count} rows of data.eval_path {', '.join(undefined)} cannot be told: not a number.")
-    texts = dict.fromkeys(
-        " ".join(str(warning.message).split()) for warning in caught if issubclass(warning.category, UserWarning)
-    )
-    messages += [
-        f"torchmetrics says of the {count} rows of data.eval_path: {text}"
-        for text in texts
-        if any(word in text for word in _WARNING_WORDS)
-    ]
-    return messages
 
 
 def _check_logits(task: Task, outputs: Outputs) -> None:

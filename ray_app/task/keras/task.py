@@ -69,8 +69,7 @@ class KerasTask(BatchTask):
 
     Args:
         model: Import path of the function, with arguments as `{class_path: ..., init_args: {...}}`. The class path
-            `keras.saving.load_model` with `filepath` loads a compiled model of a `.keras` file, and
-            `ray_app.task.keras.program.load_json` with `path` makes one of a file with its `to_json`.
+            `keras.saving.load_model` with `filepath` loads a compiled model of a `.keras` file.
         inputs: The column of the input; a list of columns for several inputs in their order, which become one side by
             side if the model has one input; or columns by the names of inputs.
         target: The column of the target; a list for several outputs, or columns by the names of outputs. Null if the
