@@ -187,20 +187,16 @@ def _fill_value(value: Any, path: str, added: list[str]) -> Any:
     arguments, defaults = whole.get("init_args") or {}, dict[str, Any]()
     # Without a signature that can be inspected there are no defaults to fill in.
     with suppress(Exception):
-        defaults = {name: plain for name, plain in _plain_defaults(value["class_path"]) if name not in arguments}
+        for name, parameter in inspect.signature(load_class(value["class_path"])).parameters.items():
+            plain = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            if name not in arguments and _is_plain(plain):
+                defaults[name] = plain
     added += [f"{path}.init_args.{name}" for name in defaults]
     return whole | {"init_args": arguments | defaults}
 
 
-def _plain_defaults(class_path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the default arguments of a class with values that YAML can store."""
-    for parameter in inspect.signature(load_class(class_path)).parameters.values():
-        value = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-        if parameter.default is not parameter.empty and _is_plain(value):
-            yield parameter.name, value
-
-
 def _is_plain(value: Any) -> bool:
+    """Returns whether YAML can store a value."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

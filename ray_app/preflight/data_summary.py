@@ -25,10 +25,14 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
     weights = task.weight_columns()
     inputs = [name for name in columns if name not in targets]
     predicted = [name for name in targets if name not in weights]
+    classes = f", {len(task.classes)} classes" if task.classes else ""
+    # Numbers are no names of classes.
+    if task.classes and task.classes != [str(number) for number in range(len(task.classes))]:
+        classes += f": {join_names(task.classes, _MAX_NAMED)}"
     used = (
         f"Columns used: {join_names(inputs, _MAX_NAMED)}"
         + (f"; to predict {join_names(predicted, _MAX_NAMED)}" if predicted else "")
-        + _describe_classes(task)
+        + classes
         + (f"; weights of rows from {join_names(weights)}" if weights else "")
     )
     return [used, *_describe_unused_columns(dataset, columns, task.left_out)]
@@ -60,15 +64,6 @@ def _describe_unused_columns(
         for name, facts in unused.items()
     ]
     return [f"Columns not used: {join_names(reasons, _MAX_NAMED)}"]
-
-
-def _describe_classes(task: Task) -> str:
-    """Returns the number of classes of a task and their names, unless these are numbers, as the end of a line."""
-    if not task.classes:
-        return ""
-    is_numbered = task.classes == [str(number) for number in range(len(task.classes))]
-    names = "" if is_numbered else f": {join_names(task.classes, _MAX_NAMED)}"
-    return f", {len(task.classes)} classes{names}"
 
 
 def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:

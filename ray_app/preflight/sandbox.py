@@ -137,7 +137,9 @@ class Sandbox:
         if result.exists():
             value, error, seconds = pickle.loads(result.read_bytes())
             return CallResult(value, error, output, seconds)
-        ending = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
+        ending = f"did not end within {limit_s:g} s"
+        if status is not None:
+            ending = f"ended by {f'signal {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'}"
         return CallResult(None, TaskError(f"Its process {ending}", output), output, 0.0)
 
     def _path(self, number: int, kind: str) -> Path:
@@ -152,11 +154,6 @@ class Sandbox:
         for pipe in (self._server.stdin, self._server.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-def _describe_status(status: int) -> str:
-    """Returns the exit status of a process, or the signal that ended it if the status is negative, as text."""
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def run_call(path: Path) -> None:

@@ -464,14 +464,10 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
-    raise ValueError(
-        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_format_values(values)}; the loss and the"
-        f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"
-    )
-
-
-def _format_values(values: npt.NDArray) -> str:
     distinct = np.unique(values).tolist()
-    return ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED]) + (
-        f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""
+    listed = ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED])
+    listed += f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""
+    raise ValueError(
+        f"the {'mask' if is_mask else 'target'} {column!r} has the values {listed}; the loss and the"
+        f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"
     )

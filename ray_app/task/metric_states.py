@@ -126,8 +126,11 @@ def states_of(metric: Metric) -> States:
             " of an evaluation, which is combined from the states of parts of the rows. Register what it counts in"
             " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
+    # An update changes a tensor in place; to a list it appends others.
     return {
-        state_key(path, name): _copy_to_cpu(state)
+        state_key(path, name): [tensor.detach().cpu() for tensor in state]
+        if isinstance(state, list)
+        else state.detach().cpu().clone()
         for path, part in parts.items()
         for name, state in part.metric_state.items()
     }
@@ -158,17 +161,6 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
 def state_key(path: str, state: str) -> str:
     """Returns the key in `States` of a state of the part at a path: `state`, or `path.state` if the path is not ""."""
     return f"{path}.{state}" if path else state
-
-
-def _copy_to_cpu(state: Any) -> Any:
-    """Returns a state, which is a tensor or a list of tensors, on the CPU.
-
-    A tensor is cloned, since updates change it in place. The tensors of a list stay as they are, since updates append
-    others.
-    """
-    if isinstance(state, list):
-        return [tensor.detach().cpu() for tensor in state]
-    return state.detach().cpu().clone()
 
 
 def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:

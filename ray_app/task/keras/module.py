@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,8 +87,12 @@ class KerasModule(nn.Module):
         for variable, is_parameter in library.weights_of(program):
             self._register(variable, is_parameter)
         for path, module in library.wrapped_modules(program):
-            for name, owner, key in _buffers_of(module):
-                self._add_slot(f"{path}/{name}", owner[key], partial(operator.setitem, owner, key), is_parameter=False)
+            for part_path, part in module.named_modules():
+                buffers = registered_buffers(part)
+                for key, tensor in buffers.items():
+                    name = "/".join(filter(None, (path, part_path, key)))
+                    if tensor is not None:
+                        self._add_slot(name, tensor, partial(operator.setitem, buffers, key), is_parameter=False)
         self._generators = library.seed_generators(program)
         # The metrics by their names, once a batch has gone through this object: Keras makes them then.
         self._metrics: dict[str, Any] | None = None
@@ -285,14 +289,6 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
         return values.movedim(-1, 1)
     # `len` would fix the number of rows in an exported program.
     return values.reshape(-1, *shape)
-
-
-def _buffers_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields the buffers of a PyTorch module: the name, and the dictionary that has the tensor with its key."""
-    for path, part in module.named_modules():
-        for key, tensor in registered_buffers(part).items():
-            if tensor is not None:
-                yield f"{path}/{key}".lstrip("/"), registered_buffers(part), key
 
 
 def refuse_steps(program: Any) -> None:
