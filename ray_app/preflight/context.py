@@ -81,7 +81,7 @@ class PreflightContext:
     accepted_rows: Arrays
     are_short: bool
     unused_parameters: dict[str, torch.nn.Parameter]
-    norm_values: dict[str, int]
+    single_values: dict[str, torch.nn.Module]
     # The checks `data files` and `randomness` set these.
     data_versions: DataVersions
     short_trainings: ShortTrainings

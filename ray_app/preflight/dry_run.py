@@ -34,7 +34,7 @@ from ray_app.preflight.context import (
     shortest_of,
     truncate,
 )
-from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
+from ray_app.preflight.gradient_checks import find_single_values, parameters_of_turn, parameters_without_gradient
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
 from ray_app.reduction.bucketed import load_reducer
@@ -92,7 +92,7 @@ def try_first_row(context: PreflightContext) -> None:
     can_cut = isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
     short = truncate(rows, SHORT_LENGTH) if can_cut else rows
     context.accepted_rows, context.are_short = short, can_cut
-    with count_norm_values(context.model, 2) as context.norm_values:
+    with find_single_values(context.model, 2) as context.single_values:
         if count_numbers(short) < count_numbers(rows):
             try:
                 context.unused_parameters = _run_task(job, row_probe, short)
