@@ -43,7 +43,7 @@ from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.losses import check_losses, sum_losses
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, repeat_rows, to_batch
+from ray_app.task.ragged import Arrays, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.train.job import Job
@@ -88,7 +88,7 @@ def try_first_row(context: PreflightContext) -> None:
     row_probe = context.row_probe
     # The script of a `LoopTask` runs once, so that its only row is the longest one.
     row = longest_of(context.rows) if isinstance(task, LoopTask) else shortest_of(context.rows)
-    rows = {name: repeat_rows(values) for name, values in row.items()}
+    rows = {name: concat_fields([values, values]) for name, values in row.items()}
     can_cut = isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
     short = truncate(rows, SHORT_LENGTH) if can_cut else rows
     context.accepted_rows, context.are_short = short, can_cut

@@ -185,7 +185,7 @@ _BLOCKS, _STRIDE = "a convolution with a stride, or a mean over reshaped blocks"
 _UNPOOL, _PADS = "a transposed convolution, or interpolation", "zeros, or padding_mode replicate"
 _ROWS, _MEDIAN = "mode nearest, or bilinear over (N, C, 1, W)", "sort, and the middle"
 _SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
-_PIXELS, _EACH = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, and the mean of that"
+_PIXELS, _UNREDUCED = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, and the mean of that"
 _SAMPLED = "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
 _NONDETERMINISTIC_OPS: Mapping[str, tuple[str, str]] = {
     "_adaptive_avg_pool2d_backward": ("AdaptiveAvgPool2d, backward", _POOLS),
@@ -203,7 +203,7 @@ _NONDETERMINISTIC_OPS: Mapping[str, tuple[str, str]] = {
     "reflection_pad1d_backward": ("ReflectionPad1d, backward", _PADS),
     "reflection_pad2d_backward": ("ReflectionPad2d, backward", _PADS),
     "reflection_pad3d_backward": ("ReflectionPad3d, backward", _PADS),
-    "nll_loss2d_forward": (_PIXELS, _EACH),
+    "nll_loss2d_forward": (_PIXELS, _UNREDUCED),
     "_ctc_loss_backward": ("CTCLoss, backward", "another loss"),
     "_embedding_bag_dense_backward": ("EmbeddingBag with mode max, backward", "mode sum or mean"),
     "histc": ("histc", "bincount of integers"),

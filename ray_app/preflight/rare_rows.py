@@ -23,7 +23,7 @@ from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, c
 from ray_app.task.environment import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, repeat_rows, to_batch
+from ray_app.task.ragged import Arrays, Ragged, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
@@ -172,7 +172,7 @@ def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: b
     # The script of a `LoopTask` would start again.
     if isinstance(context.task, LoopTask) or not tried_numbers < numbers <= MAX_NUMBERS:
         return tried_numbers
-    rows = {field: repeat_rows(row[field]) for field in context.accepted_rows}
+    rows = {field: concat_fields([row[field], row[field]]) for field in context.accepted_rows}
     # Two operations for each parameter and number of the two copies.
     if (operations := 4.0 * numbers * sum(p.numel() for p in context.model.parameters())) > MAX_OPERATIONS:
         logger.warning(

@@ -369,7 +369,7 @@ def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[i
     if orientation > 4:
         values = values.swapaxes(*axes)
     flips = zip(axes, (_Y_FLIPS, _X_FLIPS), strict=True)
-    return np.ascontiguousarray(np.flip(values, [axis for axis, flipped in flips if orientation in flipped]))
+    return np.ascontiguousarray(np.flip(values, tuple(axis for axis, flipped in flips if orientation in flipped)))
 
 
 IMAGE, MASK = "image", "mask"

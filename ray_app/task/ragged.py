@@ -179,11 +179,6 @@ def to_array(values: Tensor) -> npt.NDArray:
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 
-def repeat_rows(values: Field) -> Field:
-    """Returns the rows twice, one copy after the other."""
-    return concat_ragged([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
-
-
 def concat_fields(parts: Sequence[Field]) -> Field:
     """Concatenates the rows of several parts of a field."""
     ragged = [part for part in parts if isinstance(part, Ragged)]

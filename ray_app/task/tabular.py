@@ -140,10 +140,6 @@ class TabularTask(Task):
         """Returns the column of labels, and that of the weights of rows; see `Task.targets`."""
         return [self.label, *self.weight_columns()]
 
-    def weight_columns(self) -> list[str]:
-        """Returns the column of the weights of rows, if one is named."""
-        return [] if self.sample_weight is None else [self.sample_weight]
-
     @property
     def encoding(self) -> dict[str, Any] | None:
         """The encoding of raw rows; None if `features` is one column of arrays as it is, which need no names."""

@@ -214,10 +214,6 @@ class KerasTask(BatchTask):
         """Returns the columns that a prediction does not read, see `Task.targets`."""
         return [name for name in self.columns() if name not in self.columns_of_model()]
 
-    def weight_columns(self) -> list[str]:
-        """Returns the column of the weights of rows, if one is named."""
-        return [] if self.sample_weight is None else [self.sample_weight]
-
     def build_model(self) -> nn.Module:
         """Calls the function of the program, and returns its model as a module."""
         return self._build()
