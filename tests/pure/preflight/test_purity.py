@@ -46,10 +46,7 @@ def line_of(code: str) -> str:
             f"augment draws from a generator made without a seed (numpy.random.default_rng)"
             f" {line_of('default_rng().random')}augment)",
         ),
-        (
-            "transform",
-            "augment draws from a generator of its own, Impure.transform.random_generator. Draw from the keys",
-        ),
+        ("transform", "augment gives something else when it is called again"),
         ("kept", "training_loss gives something else when it is called again"),
     ],
 )
