@@ -54,7 +54,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
     # A tied tensor may be saved under another name.
     saved_ids = {id(value) for value in saved.values()}
     unsaved_buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in saved_ids}
-    checksums, flags = _parameter_checksums(model), _trained_flags(model)
+    checksums, flags = _parameter_checksums(model), {name: p.requires_grad for name, p in model.named_parameters()}
     without_gradient = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -81,7 +81,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
             " once in a step by Task.apply_gradients, or is a buffer (register_buffer), of which every logical worker"
             " starts from the same."
         )
-    if not in_turns and (switched := [name for name, flag in _trained_flags(model).items() if flag != flags[name]]):
+    if not in_turns and (switched := [name for name, p in model.named_parameters() if p.requires_grad != flags[name]]):
         raise ConfigError(
             f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the"
             " model is made: in build_model, or by train.freeze; multiply what is not to count yet by 0."
@@ -97,11 +97,6 @@ def _parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Returns a checksum of each parameter by name. It is computed in parts, since the sum copies what it adds."""
     parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in model.named_parameters())
     return {name: sum(int(checksum(part, 0)) for part in chunks) for name, chunks in parts}
-
-
-def _trained_flags(model: nn.Module) -> dict[str, bool]:
-    """Returns `requires_grad` of each parameter by name."""
-    return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
 def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:

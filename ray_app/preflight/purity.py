@@ -184,7 +184,6 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, bool | int | float | str | bytes) else True
 
 
-_CPU = HOST
 _DRAWN = (
     "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for"
     " the rest"
@@ -265,7 +264,7 @@ def _read_undecoded(job: Job) -> Rows:
 
 def _build_model(task: Task) -> nn.Module:
     """Builds the model with torch's generators seeded."""
-    seed_init(0, _CPU)
+    seed_init(0, HOST)
     return task.build_model()
 
 
@@ -304,7 +303,7 @@ def _check_repeatable(name: str, call: Callable[[], Any], advice: str, allowed: 
     results = []
     lines: dict[str, str | None] = {}
     for _ in range(3):
-        seed_step(0, 0, 0, 0, _CPU)
+        seed_step(0, 0, 0, 0, HOST)
         with user_code(lambda: f"{name}, called three times on the same rows"), _LineTracer() as tracer:
             results.append(call())
         lines = tracer.lines | lines
