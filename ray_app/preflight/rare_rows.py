@@ -7,7 +7,6 @@ evaluation data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -50,8 +49,17 @@ def _check_value_ranges(
     task = row_probe.task
     assert isinstance(task, ModuleTask)
     evaluates = eval_ranges is not None
-    ranges = task.ranges if eval_ranges is None else eval_ranges
-    for extremes in _extreme_values(task, ranges, rows, evaluates):
+    all_ranges = task.ranges if eval_ranges is None else eval_ranges
+    ranges = {name: one for name, one in all_ranges.items() if name in rows}
+    covered = {name: one for name, one in task.ranges.items() if evaluates and name != task.target}
+    # What is tried together: the largest numbers, the smallest, and what all lists but targets are padded with.
+    groups = [
+        {name: one[i] for name, one in ranges.items() if name not in covered or not _is_in(one[i], covered[name])}
+        for i in (1, 0)
+    ]
+    lists = {name: values for name in ranges if isinstance(values := rows[name], Ragged)}
+    groups += [{name: values.fill for name, values in lists.items() if not evaluates and name not in task.targets()}]
+    for extremes in filter(None, groups):
         extreme_rows = {**rows, **{name: _fill(rows[name], value) for name, value in extremes.items()}}
         if row_probe.can_run(extreme_rows, evaluates):
             continue
@@ -68,27 +76,8 @@ def _check_value_ranges(
                     raise ConfigError(prefix + message) from error
 
 
-def _extreme_values(
-    task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
-) -> Iterator[dict[str, float]]:
-    """Yields values by column to check together: the largest, the smallest, and the padding of all but targets."""
-    names = [name for name in ranges if name in rows]
-    for bound in (1, 0):
-        extremes = {name: ranges[name][bound] for name in names}
-        covered = {
-            name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges
-        }
-        if uncovered := {
-            name: value
-            for name, value in extremes.items()
-            if name not in covered or not covered[name][0] <= value <= covered[name][1]
-        }:
-            yield uncovered
-    paddings = {
-        name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()
-    }
-    if paddings and not evaluates:
-        yield paddings
+def _is_in(value: float, bounds: list[float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
 
 
 def _fill(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
