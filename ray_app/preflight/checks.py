@@ -339,24 +339,22 @@ def has_comparable_scores(context: PreflightContext) -> bool:
     return not one.scores or (together.error is None and together.params == one.params)
 
 
+_KEPT = (
+    "Nothing may be kept from one batch for the next but in the model's parameters and buffers: a worker has its own"
+    " rows alone, and one that resumes has the checkpoint alone."
+)
+
+
 def compare_workers(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with one on several."""
-    advice = (
-        "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
-        " and buffers."
-    )
     together, _ = context.short_trainings.later
-    return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, advice)
+    return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, _KEPT)
 
 
 def compare_resume(context: PreflightContext) -> CheckResult:
     """Compares a training with one that was resumed in the middle."""
-    advice = (
-        "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
-        " buffers is gone."
-    )
     description = f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers"
-    return _compare_params(context, description, context.short_trainings.later[1], advice)
+    return _compare_params(context, description, context.short_trainings.later[1], _KEPT)
 
 
 def _compare_params(context: PreflightContext, description: str, other: TrainingResult, advice: str) -> CheckResult:
