@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from ray_app.config.config import Config
 from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError, join_names
-from ray_app.plan.order import Plan
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
 from ray_app.task.losses import check_losses, sum_losses
@@ -200,10 +199,12 @@ def check_normalization(context: PreflightContext) -> list[str]:
     rows = min(min(plan.micro_batch, plan.stream_rows(v)) for v in range(plan.logical_workers) if plan.stream_rows(v))
     name, layer = next(iter(layers.items()), (None, None))
     if name is not None and rows == 1:
-        reason, advice = _explain_single_rows(plan)
         raise ConfigError(
-            f"{name} of the model is a {type(layer).__name__}, and {reason}: one value has no variance, so the layer"
-            f" would use its running statistics, which never change. {advice}"
+            f"{name} of the model is a {type(layer).__name__}, and of {plan.logical_workers} logical workers"
+            f" (scaling.logical_workers) some have micro-batches of one row, with data.global_batch_size"
+            f" {plan.global_batch_size} and {plan.all_rows} rows of data: one value has no variance, so the layer would"
+            f" use its running statistics, which never change. The smallest valid data.global_batch_size, and number of"
+            f" rows, is {2 * plan.logical_workers}; or lower scaling.logical_workers in a new run."
         )
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
     if name is None or 1 not in last:
@@ -213,19 +214,3 @@ def check_normalization(context: PreflightContext) -> list[str]:
         f" which {name}, batch normalization, has no variance: there it uses its running statistics and does not"
         " change them. data.last_batch: drop leaves such a step out."
     ]
-
-
-def _explain_single_rows(plan: Plan) -> tuple[str, str]:
-    """Returns why some micro-batches have one row, as a part of a sentence, and what to change, as a sentence."""
-    rows = 2 * plan.logical_workers
-    if plan.micro_batch == 1:
-        return (
-            f"data.global_batch_size {plan.global_batch_size} gives each of the {plan.logical_workers} logical workers"
-            " (scaling.logical_workers) a micro-batch of one row",
-            f"The smallest valid data.global_batch_size is {rows}; or lower scaling.logical_workers in a new run.",
-        )
-    return (
-        f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers"
-        " (scaling.logical_workers) one row in an epoch",
-        f"Give at least {rows} rows, or lower scaling.logical_workers in a new run.",
-    )

@@ -305,8 +305,17 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
 
     count = len(next(iter(rows.values())))
     unequal, random_values = compare_means(model, means_of, count, is_exact=True)
+    cut = max(1, count // _FIRST_PART)
     for name, (value, mean) in unequal.items():
-        raise ConfigError(_not_a_mean_message(type(task).__name__, name, value, mean, count))
+        raise ConfigError(
+            f"{name!r}, as the evaluation of {type(task).__name__} gives it, is not a mean over rows: of a batch of"
+            f" {count} rows it is {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and"
+            f" {count - cut} rows. Averaged over batches it would depend on evaluate.batch_size. Give the torchmetrics"
+            " object itself, whose states are combined over all rows: self.log(name, self.metric) in a Lightning"
+            " module, the object in the dictionary that a script's evaluate returns (torchmetrics.MeanMetric, updated"
+            " with weights, for a mean over tokens; MeanSquaredError(squared=False) for a root). If the mean over"
+            " batches of evaluate.batch_size rows is meant, set evaluate.fixed_batches: true."
+        )
     return [
         f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same"
         " rows are evaluated, or in another order: what it draws at random makes it depend on evaluate.batch_size."
@@ -362,20 +371,6 @@ def compare_means(
             if np.isfinite(value) and not are_close(value, mean):
                 unequal.setdefault(name, (value, mean))
     return {name: values for name, values in unequal.items() if name not in random_values}, random_values
-
-
-def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int) -> str:
-    """Returns the message about a logged value that is not a mean over rows."""
-    cut = max(1, count // _FIRST_PART)
-    return (
-        f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is"
-        f" {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and {count - cut} rows. Averaged over"
-        " batches it would depend on evaluate.batch_size. Give the torchmetrics object itself, whose states are"
-        " combined over all rows: self.log(name, self.metric) in a Lightning module, the object in the dictionary that"
-        " a script's evaluate returns (torchmetrics.MeanMetric, updated with weights, for a mean over tokens;"
-        " MeanSquaredError(squared=False) for a root). If the mean over batches of evaluate.batch_size rows is meant,"
-        " set evaluate.fixed_batches: true."
-    )
 
 
 @contextmanager

@@ -218,7 +218,7 @@ def _iter_impurities(job: Job) -> Iterator[str]:
     )
     if task.has_epoch_decode:
         yield from _check_repeatable(
-            task, "decode_training", lambda: _comparable(task.decode_training(rows, keys.numpy())), _DRAWN, ()
+            "decode_training", lambda: _comparable(task.decode_training(rows, keys.numpy())), _DRAWN, ()
         )
     yield from _check_repeatable(
         "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
