@@ -217,8 +217,10 @@ def _describe_type(hint: Any) -> str:
 
 
 def _read_meaning(loaded: Any, name: str) -> str:
-    """Returns the first sentence about an argument in the docstring of a class, after a blank; or an empty text."""
-    match = re.search(rf"^    {name}: (.+(?:\n {{8,}}.+)*)", inspect.getdoc(loaded) or "", re.MULTILINE)
+    """Returns the first sentence about an argument in the docstring of a class or of its bases, or an empty text."""
+    sources = inspect.getmro(loaded) if isinstance(loaded, type) else [loaded]
+    texts = "\n".join(inspect.getdoc(source) or "" for source in sources)
+    match = re.search(rf"^    {name}: (.+(?:\n {{8,}}.+)*)", texts, re.MULTILINE)
     sentence = " ".join(match[1].split()).partition(". ")[0].rstrip(".") if match else ""
     return f" {name} means: {sentence}." if sentence else ""
 

@@ -33,6 +33,7 @@ from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.train.state.state import has_total_steps_argument
 from ray_app.version import __version__
 
+_packages_distributions = functools.cache(importlib.metadata.packages_distributions)
 _CLASSES = ("task", "optimizer", "optimizers", "schedule")
 
 
@@ -61,7 +62,7 @@ def read_code_versions(config: Config) -> CodeVersions:
     libraries = {"torch", "numpy"}
     for class_path in sorted(set(iter_import_paths(config))):
         configured = load_class(class_path)
-        if _top_level(configured.__module__) == "ray_app":
+        if configured.__module__.partition(".")[0] == "ray_app":
             continue
         imports = follow_imports(configured.__module__, ours=False)
         libraries |= imports.libraries - {"ray_app"}
@@ -71,7 +72,7 @@ def read_code_versions(config: Config) -> CodeVersions:
         }
         # The file of `__main__` may be the server of a notebook rather than the user's code.
         is_read = configured.__module__ in imports.files and configured.__module__ != "__main__"
-        if not is_read and _top_level(configured.__module__) not in libraries:
+        if not is_read and configured.__module__.partition(".")[0] not in libraries:
             files[configured.__module__] = _digest_class(configured)
     python = ".".join(map(str, sys.version_info[:3]))
     versions = {name: version for name in sorted(libraries) if (version := _library_version(name)) is not None}
@@ -111,7 +112,13 @@ def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) ->
     before = read_stored_code(paths)
     if before is None:
         return []
-    changes = [*compare_code(before, now), *_describe_default_changes(paths, config, before.defaults)]
+    stored = flatten(read_config(paths, with_defaults=True).to_dict())
+    filled = flatten(fill_defaults(config)[0].to_dict())
+    changes = compare_code(before, now) + [
+        f"the default of {name} was {stored[name]!r}, is {filled[name]!r}"
+        for name in before.defaults
+        if name in stored and name in filled and stored[name] != filled[name]
+    ]
     _refuse_changes(config, f"The run {paths.name!r} was started with other code", changes)
     return changes
 
@@ -124,14 +131,6 @@ def _refuse_changes(config: Config, subject: str, changes: list[str]) -> None:
             f"{subject}, so its result would be that of neither:\n- {lines}\nNothing was changed. Restore what it was,"
             " give another run.name for a new run, or set run.changed to warn to go on."
         )
-
-
-def _describe_default_changes(paths: RunPaths, config: Config, names: list[str]) -> list[str]:
-    """Returns the changes of default arguments since a run's last start as phrases."""
-    stored = flatten(read_config(paths, with_defaults=True).to_dict())
-    now = flatten(fill_defaults(config)[0].to_dict())
-    both = [name for name in names if name in stored and name in now and stored[name] != now[name]]
-    return [f"the default of {name} was {stored[name]!r}, is {now[name]!r}" for name in both]
 
 
 def compare_code(before: CodeVersions, now: CodeVersions) -> list[str]:
@@ -188,20 +187,16 @@ def _fill_value(value: Any, path: str, added: list[str]) -> Any:
     arguments, defaults = whole.get("init_args") or {}, dict[str, Any]()
     # Without a signature that can be inspected there are no defaults to fill in.
     with suppress(Exception):
-        defaults = {name: plain for name, plain in _plain_defaults(value["class_path"]) if name not in arguments}
+        for name, parameter in inspect.signature(load_class(value["class_path"])).parameters.items():
+            plain = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            if name not in arguments and _is_plain(plain):
+                defaults[name] = plain
     added += [f"{path}.init_args.{name}" for name in defaults]
     return whole | {"init_args": arguments | defaults}
 
 
-def _plain_defaults(class_path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the default arguments of a class with values that YAML can store."""
-    for parameter in inspect.signature(load_class(class_path)).parameters.values():
-        value = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
-        if parameter.default is not parameter.empty and _is_plain(value):
-            yield parameter.name, value
-
-
 def _is_plain(value: Any) -> bool:
+    """Returns whether YAML can store a value."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -209,21 +204,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _top_level(module: str) -> str:
-    return module.partition(".")[0]
-
-
 def _library_version(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
-        owners = _distributions().get(library)
+        owners = _packages_distributions().get(library)
         return importlib.metadata.version(owners[0]) if owners else None
-
-
-@functools.cache
-def _distributions() -> dict[str, list[str]]:
-    return dict(importlib.metadata.packages_distributions())
 
 
 def _digest_class(configured: Any) -> str:
@@ -271,7 +257,7 @@ def read_data_versions(training: RowSource, evaluation: RowSource | None) -> Dat
         if source is not None:
             root, paths = source.reader.root, source.manifest.paths
             entries = zip(paths, file_versions(to_location(root), paths), strict=True)
-            # JSON has no tuples, and `is_stored` compares with the content of the file.
+            # JSON has no tuples, and the versions are compared with the content of the file.
             files = {path: list(version) if isinstance(version, tuple) else version for path, version in entries}
             versions[name] = {"root": root, "files": files}
     return versions
@@ -297,13 +283,9 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
 
 
 def store_data_versions(paths: RunPaths, now: DataVersions) -> None:
-    """Writes the versions of the data files to `data.json`."""
-    put_json(paths.data, add_version(now))
-
-
-def is_stored(paths: RunPaths, now: DataVersions) -> bool:
-    """Returns whether `data.json` has the same versions."""
-    return _read_stored(paths) == now
+    """Writes the versions of the data files to `data.json`, unless it has them."""
+    if _read_stored(paths) != now:
+        put_json(paths.data, add_version(now))
 
 
 def _read_stored(paths: RunPaths) -> DataVersions:

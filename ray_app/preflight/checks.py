@@ -319,17 +319,10 @@ def try_repetitions(context: PreflightContext) -> CheckResult:
 def compare_repetition(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with its repetition."""
     _, _, one, repeated = context.short_trainings.first
-    text = ""
     if one.error is not None:
-        text = f"{STEPS} steps on one worker: {one.error}"
-    elif repeated.error is not None:
-        text = f"{STEPS} steps on one worker, twice: {repeated.error}"
-    elif repeated.params != one.params:
-        text = (
-            f"{STEPS} steps on one worker, twice, give other parameters each time. See docs/own-task.md on where"
-            " randomness must come from."
-        )
-    return CheckResult(text, "failed" if text else "ok", seconds=max(one.seconds, repeated.seconds))
+        return CheckResult(f"{STEPS} steps on one worker: {one.error}", "failed", seconds=one.seconds)
+    advice = "See docs/own-task.md on where randomness must come from."
+    return _compare_params(context, f"{STEPS} steps on one worker, twice", repeated, advice)
 
 
 def is_repeatable(context: PreflightContext) -> bool:
@@ -346,24 +339,22 @@ def has_comparable_scores(context: PreflightContext) -> bool:
     return not one.scores or (together.error is None and together.params == one.params)
 
 
+_KEPT = (
+    "Nothing may be kept from one batch for the next but in the model's parameters and buffers: a worker has its own"
+    " rows alone, and one that resumes has the checkpoint alone."
+)
+
+
 def compare_workers(context: PreflightContext) -> CheckResult:
     """Compares a training on one worker with one on several."""
-    advice = (
-        "A worker has only its own rows: nothing may be kept from one batch for the next but in the model's parameters"
-        " and buffers."
-    )
     together, _ = context.short_trainings.later
-    return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, advice)
+    return _compare_params(context, f"{STEPS} steps on one worker and on {WORKERS}", together, _KEPT)
 
 
 def compare_resume(context: PreflightContext) -> CheckResult:
     """Compares a training with one that was resumed in the middle."""
-    advice = (
-        "A worker that resumes has the checkpoint alone: what a task or a model keeps elsewhere than in parameters and"
-        " buffers is gone."
-    )
     description = f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers"
-    return _compare_params(context, description, context.short_trainings.later[1], advice)
+    return _compare_params(context, description, context.short_trainings.later[1], _KEPT)
 
 
 def _compare_params(context: PreflightContext, description: str, other: TrainingResult, advice: str) -> CheckResult:

@@ -1,7 +1,6 @@
 """What the checks before a run share: a `PreflightContext`, and probes, which run rows through a task without a step.
 
-`RowProbe` trains or evaluates on rows and tells whether their length is the reason for an error. `explain_cost`
-estimates what a long row would cost, so that a dry run ends.
+`RowProbe` trains or evaluates on rows and tells whether their length is the reason for an error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
@@ -83,7 +81,7 @@ class PreflightContext:
     accepted_rows: Arrays
     are_short: bool
     unused_parameters: dict[str, torch.nn.Parameter]
-    norm_values: dict[str, int]
+    single_values: dict[str, torch.nn.Module]
     # The checks `data files` and `randomness` set these.
     data_versions: DataVersions
     short_trainings: ShortTrainings
@@ -195,7 +193,10 @@ class RowProbe:
         lists = {name: values for name, values in rows.items() if isinstance(values, Ragged)}
         if not lists or isinstance(self.task, LoopTask):
             return None
-        repeated = {**rows, **{name: _repeat_first(values) for name, values in lists.items()}}
+        repeated = {
+            **rows,
+            **{name: v.like(np.repeat(row[:1], len(row), axis=0) for row in v) for name, v in lists.items()},
+        }
         if (
             self.can_run(rows, evaluates)
             or not self.can_run(truncate(rows, 1), evaluates)
@@ -249,46 +250,8 @@ def cut_unevenly(rows: Arrays) -> Arrays:
     With equal lengths a mean over tokens could not be told from a mean over rows.
     """
     return {
-        name: Ragged.of(
-            (values.row(i)[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i in range(len(values))),
-            values.values.dtype,
-            values.fill,
-            values.multiple,
-            values.row_shape,
-        )
+        name: values.like(row[: SHORT_LENGTH - i % (SHORT_LENGTH // 2)] for i, row in enumerate(values))
         if isinstance(values, Ragged)
         else values
         for name, values in rows.items()
     }
-
-
-def _repeat_first(values: Ragged) -> Ragged:
-    """Returns lists of the same lengths that repeat the first number of each row."""
-    rows = (np.repeat(values.row(i)[:1], length, axis=0) for i, length in enumerate(values.lengths))
-    return Ragged.of(rows, values.values.dtype, values.fill, values.multiple, values.row_shape)
-
-
-MAX_OPERATIONS = 1e12
-"""Largest number of floating-point operations of one probe; on two cores they take about half a minute."""
-
-
-def explain_cost(row_probe: RowProbe, rows: Arrays) -> str | None:
-    """Returns the cost of training on rows as text if it exceeds the limit of a dry run, otherwise None.
-
-    It is two operations for each parameter, except embeddings, and number.
-    """
-    operations = float(2 * _count_parameters(row_probe.state.model) * count_numbers(rows))
-    if operations <= MAX_OPERATIONS:
-        return None
-    return f"about {operations:.1e} operations; a dry run takes at most {MAX_OPERATIONS:.0e}"
-
-
-def _count_parameters(model: nn.Module) -> int:
-    """Returns the number of parameters of a model without its embeddings."""
-    embedded = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for p in module.parameters()
-    }
-    return sum(p.numel() for p in model.parameters() if id(p) not in embedded)

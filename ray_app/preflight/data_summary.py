@@ -25,10 +25,14 @@ def describe_training_columns(task: Task, dataset: Dataset) -> list[str]:
     weights = task.weight_columns()
     inputs = [name for name in columns if name not in targets]
     predicted = [name for name in targets if name not in weights]
+    classes = f", {len(task.classes)} classes" if task.classes else ""
+    # Numbers are no names of classes.
+    if task.classes and task.classes != [str(number) for number in range(len(task.classes))]:
+        classes += f": {join_names(task.classes, _MAX_NAMED)}"
     used = (
         f"Columns used: {join_names(inputs, _MAX_NAMED)}"
         + (f"; to predict {join_names(predicted, _MAX_NAMED)}" if predicted else "")
-        + _describe_classes(task)
+        + classes
         + (f"; weights of rows from {join_names(weights)}" if weights else "")
     )
     return [used, *_describe_unused_columns(dataset, columns, task.left_out)]
@@ -62,15 +66,6 @@ def _describe_unused_columns(
     return [f"Columns not used: {join_names(reasons, _MAX_NAMED)}"]
 
 
-def _describe_classes(task: Task) -> str:
-    """Returns the number of classes of a task and their names, unless these are numbers, as the end of a line."""
-    if not task.classes:
-        return ""
-    is_numbered = task.classes == [str(number) for number in range(len(task.classes))]
-    names = "" if is_numbered else f": {join_names(task.classes, _MAX_NAMED)}"
-    return f", {len(task.classes)} classes{names}"
-
-
 def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
     """Returns the type of a column and the reason why it is not used."""
     kind = f"{facts.kind} {facts.dtype}".rstrip() if facts.kind == "other" else facts.kind
@@ -80,29 +75,19 @@ def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
 
 
 def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
-    """Returns warnings if the shuffle windows mix the rows badly, judged by the footers of the Parquet files.
-
-    Data that is sorted by class, or row groups that are larger than a window, leave similar rows together.
-    """
+    """Returns a warning if data looks sorted by class, which shuffle windows mix badly, by its Parquet footers."""
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
     window, name = plan.window_rows, config.data.balance_by or "label"
-    if window >= plan.manifest.num_rows:
-        return []
-    warnings = []
     facts = dataset.facts.columns.get(name)
-    if facts is not None and facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
+    if window >= plan.manifest.num_rows or facts is None:
+        return []
+    if facts.group_span is not None and facts.minimum is not None and facts.maximum is not None:
         values, groups = facts.maximum - facts.minimum + 1, window / float(rows.mean()) + 1
         if groups * facts.group_span < 0.5 * min(values, window):
-            warnings.append(
+            return [
                 f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
                 f" {values:,.0f} values on an average, and a shuffle window of {window:,} rows mixes about"
                 f" {groups:.1f} row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest it again"
                 " (ray-app ingest mixes), or raise data.shuffle_window_rows."
-            )
-    if (largest := int(rows.max())) > window:
-        warnings.append(
-            f"{config.data.path} has row groups of up to {largest:,} rows, more than a shuffle window of {window:,}"
-            " rows, which then mixes the rows of one or two. Where rows that are near each other are alike, ingest it"
-            " (ray-app ingest mixes), or raise data.shuffle_window_rows."
-        )
-    return warnings
+            ]
+    return []

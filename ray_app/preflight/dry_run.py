@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from ray_app.preflight.context import (
     shortest_of,
     truncate,
 )
-from ray_app.preflight.gradient_checks import count_norm_values, parameters_of_turn, parameters_without_gradient
+from ray_app.preflight.gradient_checks import find_single_values, parameters_of_turn, parameters_without_gradient
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
 from ray_app.reduction.bucketed import load_reducer
@@ -44,10 +43,9 @@ from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.losses import check_losses, sum_losses
 from ray_app.task.metrics import Chunk, combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, repeat_rows, to_batch
+from ray_app.task.ragged import Arrays, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
-from ray_app.track.mlflow_client import mlflow_key
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
@@ -90,11 +88,11 @@ def try_first_row(context: PreflightContext) -> None:
     row_probe = context.row_probe
     # The script of a `LoopTask` runs once, so that its only row is the longest one.
     row = longest_of(context.rows) if isinstance(task, LoopTask) else shortest_of(context.rows)
-    rows = {name: repeat_rows(values) for name, values in row.items()}
+    rows = {name: concat_fields([values, values]) for name, values in row.items()}
     can_cut = isinstance(task, ModuleTask | CausalLanguageModel) and not isinstance(task, LoopTask)
     short = truncate(rows, SHORT_LENGTH) if can_cut else rows
     context.accepted_rows, context.are_short = short, can_cut
-    with count_norm_values(context.model, 2) as context.norm_values:
+    with find_single_values(context.model, 2) as context.single_values:
         if count_numbers(short) < count_numbers(rows):
             try:
                 context.unused_parameters = _run_task(job, row_probe, short)
@@ -167,7 +165,7 @@ def _note_target_range(job: Job, task: ModuleTask, model: nn.Module, fields: Bat
 
 
 def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
-    """Refuses metrics that fail for any rows, share a name in MLflow, or lack the one of the best checkpoint."""
+    """Refuses metrics that fail for any rows, or lack the one of the best checkpoint."""
     task, metric = job.task, job.best_metric
     try:
         metric_names = sorted({"loss", *combine(task, chunks).values})
@@ -179,14 +177,6 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
             str(error).splitlines()[0],
         )
         metric_names = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
-    keys: dict[str, str] = {}
-    for name in metric_names:
-        if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
-            raise ConfigError(
-                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}: it takes letters, digits and"
-                " '_-. :/', all else and what is no path become '_', and names are cut to 250 characters. Give one of"
-                " them another name."
-            )
     if metric not in metric_names:
         source = (
             "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
@@ -281,10 +271,13 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
             f" {config.train.strategy} updates parts of them. Use"
             f" {list_strategies(lambda t: not t.shards_parameters and not t.has_servers)}."
         )
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    _check_storable(
-        f"optimizer.class_path {spec.class_path}", {"state": optimizer.state_dict()["state"], "param_groups": groups}
-    )
+    state = {"state": optimizer.state_dict()["state"], "param_groups": _options(optimizer)}
+    _check_storable(f"optimizer.class_path {spec.class_path}", state)
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the options of the groups of an optimizer."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def _kept_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -301,8 +294,8 @@ def try_schedules(context: PreflightContext) -> None:
     """Checks the learning-rate schedules and advances them by one step.
 
     Raises:
-        ConfigError: A schedule needs more than the number of steps, ends before the run does, gives a rate that is not
-            finite, or has state that cannot be restored from a checkpoint.
+        ConfigError: A schedule needs more than the number of steps, ends before the run does, or has state that cannot
+            be restored from a checkpoint.
     """
     state = context.row_probe.state
     schedules: list[tuple[LRScheduler | None, int]]
@@ -319,26 +312,12 @@ def try_schedules(context: PreflightContext) -> None:
         )
     for schedule, moves in schedules:
         _check_schedule_steps(schedule, moves)
-    _check_learning_rates(state, "in the first step")
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             with user_code(lambda: "moving the schedule"):
                 state.advance_schedule()
-        _check_learning_rates(state, "after the first step")
-        groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in state.optimizer.param_groups
-        ]
-        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": groups})
-
-
-def _check_learning_rates(state: TrainingState, when: str) -> None:
-    """Refuses learning rates that are not finite, as a user's schedule or optimizer may give them."""
-    rates = [float(group["lr"]) for group in state.optimizer.param_groups if "lr" in group]
-    if wrong := [rate for rate in rates if not math.isfinite(rate)]:
-        raise ConfigError(
-            f"The learning rate is {wrong[0]} {when}; it must be finite. Correct optimizer, its groups or schedule."
-        )
+        _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": _options(state.optimizer)})
 
 
 def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:
@@ -360,7 +339,7 @@ def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:
 def _check_storable(owner: str, state: dict[str, Any]) -> None:
     """Refuses state that can be written into a checkpoint but not read: only tensors and plain Python objects can."""
     for name, value in state.items():
-        if (failure := find_failing_part(name, value, _storing_error)) is not None:
+        if (failure := find_failing_part(name, value, _store_and_load)) is not None:
             part, _, error = failure
             raise ConfigError(
                 f"{owner} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"
@@ -368,13 +347,8 @@ def _check_storable(owner: str, state: dict[str, Any]) -> None:
             ) from error
 
 
-def _storing_error(value: Any) -> Exception | None:
-    """Returns the error of writing a value into a checkpoint and reading it again, or None."""
+def _store_and_load(value: Any) -> None:
+    """Writes a value into a checkpoint, and reads it again; torch does not document the types of its errors."""
     data = io.BytesIO()
-    try:
-        torch.save(copy_to_host(value), data)
-        data.seek(0)
-        torch.load(data, weights_only=True)
-    except Exception as error:  # torch does not document the types of these errors.
-        return error
-    return None
+    torch.save(copy_to_host(value), data)
+    torch.load(io.BytesIO(data.getvalue()), weights_only=True)

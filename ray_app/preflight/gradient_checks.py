@@ -2,12 +2,11 @@
 
 A step adds the gradients of its logical workers: a missing gradient counts as zeros, and the loss of each micro-batch
 is weighted by its number of rows. Parameters that no row uses, and losses that are not means over rows, are therefore
-reported at the start. So are layers that normalize a single value, which has no variance, so that they never train.
+reported at the start. So are batch normalizations of a single value, which has no variance.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from ray_app.config.config import Config
 from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError, join_names
-from ray_app.plan.order import Plan
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
 from ray_app.task.losses import check_losses, sum_losses
@@ -170,89 +168,49 @@ def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
     )
 
 
-_NORM_LAYERS = (BatchNorm, nn.GroupNorm, nn.LayerNorm)
-
-
 @contextmanager
-def count_norm_values(model: nn.Module, rows: int) -> Iterator[dict[str, int]]:
-    """Yields a dictionary: of how many values the normalization layers compute one statistic in the block, at least.
+def find_single_values(model: nn.Module, rows: int) -> Iterator[dict[str, nn.Module]]:
+    """Yields a dictionary: the batch normalizations of one value per row and channel in the block, by name.
 
-    The values are counted while the model trains on batches of this number of rows: per row and channel for batch
-    normalization, all values for other layers. The keys are the names of the layers in the order of the model.
+    The model trains in the block on batches of this number of rows.
     """
-    counts: dict[str, int] = {}
+    layers: dict[str, nn.Module] = {}
 
-    def count(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if inputs and isinstance(x := inputs[0], Tensor) and layer.training and x.numel():
-            counts[name] = min(counts.get(name, x.numel()), _values_per_statistic(layer, x, rows))
+    def note(name: str, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(x := inputs[0], Tensor) and layer.training and 0 < x.numel() < 2 * x.size(1) * rows:
+            layers[name or type(layer).__name__] = layer
 
-    layers = [
-        (name or type(layer).__name__, layer)
-        for name, layer in model.named_modules()
-        if isinstance(layer, _NORM_LAYERS)
-    ]
-    hooks = [layer.register_forward_pre_hook(partial(count, name)) for name, layer in layers]
+    norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, BatchNorm)]
+    hooks = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in norms]
     try:
-        yield counts
+        yield layers
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _values_per_statistic(layer: nn.Module, x: Tensor, rows: int) -> int:
-    """Returns the number of values of one statistic of a layer for an input; see `count_norm_values`."""
-    if isinstance(layer, nn.GroupNorm):
-        return x.numel() // (x.size(0) * layer.num_groups)
-    if isinstance(layer, nn.LayerNorm):
-        return math.prod(layer.normalized_shape)
-    return x.numel() // (x.size(1) * rows)
 
 
 def check_normalization(context: PreflightContext) -> list[str]:
     """Returns warnings about batch normalization of micro-batches of one row at the end of an epoch.
 
     Raises:
-        ConfigError: A layer would normalize a single value in every step, so that its output would be its bias.
+        ConfigError: A layer would normalize a single value in every step.
     """
-    model, plan = context.model, context.plan
-    layers, counts = dict(model.named_modules()), context.norm_values
+    plan, layers = context.plan, context.single_values
     rows = min(min(plan.micro_batch, plan.stream_rows(v)) for v in range(plan.logical_workers) if plan.stream_rows(v))
-    for name, values in counts.items():
-        layer = layers.get(name, model)
-        kind = type(layer).__name__
-        if values == 1 and not isinstance(layer, BatchNorm):
-            raise ConfigError(
-                f"{name} of the model is a {kind} that normalizes each value by itself, so its output is its bias and"
-                " what is before it never trains. Give it fewer groups, or more values to normalize together."
-            )
-        if isinstance(layer, BatchNorm) and values * rows == 1:
-            reason, advice = _explain_single_rows(plan)
-            raise ConfigError(
-                f"{name} of the model is a {kind}, and {reason}: one value has no variance, so the layer would use its"
-                f" running statistics, which never change. {advice}"
-            )
-    names = [name for name, values in counts.items() if values == 1 and isinstance(layers.get(name, model), BatchNorm)]
+    name, layer = next(iter(layers.items()), (None, None))
+    if name is not None and rows == 1:
+        raise ConfigError(
+            f"{name} of the model is a {type(layer).__name__}, and of {plan.logical_workers} logical workers"
+            f" (scaling.logical_workers) some have micro-batches of one row, with data.global_batch_size"
+            f" {plan.global_batch_size} and {plan.all_rows} rows of data: one value has no variance, so the layer would"
+            f" use its running statistics, which never change. The smallest valid data.global_batch_size, and number of"
+            f" rows, is {2 * plan.logical_workers}; or lower scaling.logical_workers in a new run."
+        )
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
-    if not names or 1 not in last:
+    if name is None or 1 not in last:
         return []
     return [
         f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of"
-        f" which {names[0]}, batch normalization, has no variance: there it uses its running statistics and does not"
+        f" which {name}, batch normalization, has no variance: there it uses its running statistics and does not"
         " change them. data.last_batch: drop leaves such a step out."
     ]
-
-
-def _explain_single_rows(plan: Plan) -> tuple[str, str]:
-    """Returns why some micro-batches have one row, as a part of a sentence, and what to change, as a sentence."""
-    rows = 2 * plan.logical_workers
-    if plan.micro_batch == 1:
-        return (
-            f"data.global_batch_size {plan.global_batch_size} gives each of the {plan.logical_workers} logical workers"
-            " (scaling.logical_workers) a micro-batch of one row",
-            f"The smallest valid data.global_batch_size is {rows}; or lower scaling.logical_workers in a new run.",
-        )
-    return (
-        f"the {plan.all_rows} rows of the data give some of the {plan.logical_workers} logical workers"
-        " (scaling.logical_workers) one row in an epoch",
-        f"Give at least {rows} rows, or lower scaling.logical_workers in a new run.",
-    )

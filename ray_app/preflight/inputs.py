@@ -189,7 +189,10 @@ def load_initial_parameters(config: Config, before: Config | None) -> InitialPar
     """
     if config.train.init_from is None:
         return InitialParameters(config)
-    source = _normalize_source(config.train.init_from)
+    source = config.train.init_from
+    if not source.startswith(_REGISTRY_SCHEME):
+        # A run may be resumed elsewhere, so the path is absolute.
+        source = str(to_location(source) / "data" / "model" / WEIGHTS if is_export(source) else to_location(source))
     config = config.replace(train__init_from=source)
     if before is not None and before.train.init_from == source:
         return InitialParameters(
@@ -266,13 +269,6 @@ def _pretrained_arguments(value: Any, name: str) -> list[str]:
     for key, item in value.items():
         names += _pretrained_arguments(item, f"{name}.{key}")
     return names
-
-
-def _normalize_source(source: str) -> str:
-    """Returns the name of a registered model, or an absolute path, since a run may be resumed elsewhere."""
-    if source.startswith(_REGISTRY_SCHEME):
-        return source
-    return str(to_location(source) / "data" / "model" / WEIGHTS if is_export(source) else to_location(source))
 
 
 def _read_package_classes(source: str) -> Sequence[str] | None:

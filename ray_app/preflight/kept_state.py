@@ -93,21 +93,15 @@ def refuse_outside_parameters(model: nn.Module, losses: Tensor) -> None:
     leaves = (getattr(node, "variable", None) for node in graph_nodes(losses) or ())
     outside = next((leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in of_model), None)
     if outside is not None:
+        modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+        named = ((type(one), *pair) for one in modules for pair in one.named_parameters(recurse=False))
+        names = (f"the parameter {name} of {kind.__name__}" for kind, name, p in named if p is outside)
         raise ConfigError(
-            f"The training loss depends on {_describe_parameter(outside)}, which is no part of the model: each process"
-            " would draw it by itself, and nothing trains or stores it. Make its module a part of the model that"
-            " build_model returns (self.criterion = ... in it); the loss of task.init_args.loss becomes one by itself."
+            f"The training loss depends on {next(names, f'a parameter of shape {tuple(outside.shape)}')}, which is no"
+            " part of the model: each process would draw it by itself, and nothing trains or stores it. Make its module"
+            " a part of the model that build_model returns (self.criterion = ... in it); the loss of"
+            " task.init_args.loss becomes one by itself."
         )
-
-
-def _describe_parameter(parameter: nn.Parameter) -> str:
-    """Returns the name of a parameter with the class of its module, or its shape if no module has it."""
-    for module in gc.get_objects():
-        if issubclass(type(module), nn.Module):
-            for name, candidate in module.named_parameters(recurse=False):
-                if candidate is parameter:
-                    return f"the parameter {name} of {type(module).__name__}"
-    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def _check_calls(

@@ -6,7 +6,6 @@ and a value that a script or a Lightning module logs for a batch must be a mean 
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,8 +48,6 @@ MAX_PERTURBED = 10_000_000
 _RTOL, _ATOL = 1e-3, 1e-5
 _FIRST_PART = 3
 """The first of two parts of a batch has one of this number of rows."""
-_WARNING_WORDS = ("samples", "variance")
-"""Words of torchmetrics' warnings about too few rows, or rows of a single class."""
 _LOGITS = (
     " torchmetrics takes outputs for probabilities if all of an update are between 0 and 1, else for logits. If they"
     " are scores, give it outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set"
@@ -67,14 +64,13 @@ def try_metrics(context: PreflightContext) -> list[str]:
 
     Raises:
         ConfigError: A metric depends on `evaluate.batch_size`, on the number of chunks, or on the process that
-            evaluates; or the evaluation data has too few rows for a metric.
+            evaluates.
     """
     task, rows = context.task, context.accepted_rows
     if context.eval_rows is not None:
         rows = cut_unevenly(context.eval_rows) if context.are_short else context.eval_rows
     context.model.eval()
     count = len(next(iter(rows.values())))
-    has_all = context.eval_source is not None and context.eval_source.manifest.num_rows <= MAX_ROWS
     fixed = bool(context.config.evaluate.fixed_batches)
     with user_code(lambda: "evaluating some rows"), torch.no_grad():
         messages = list[str]()
@@ -86,7 +82,6 @@ def try_metrics(context: PreflightContext) -> list[str]:
                 _check_batches(task, context.model, cycled)
         outputs = _forward_rows(task, context.model, rows, count if fixed else 1)
         _check_states(task, outputs)
-        messages += _check_computed(task, outputs, has_all and _count(outputs) == count)
         if not isinstance(task, BatchTask):
             _check_logits(task, outputs)
     return messages
@@ -101,11 +96,6 @@ def _forward_rows(task: Task, model: nn.Module, rows: Arrays, size: int) -> Outp
         if len(outputs) > 1 and time.monotonic() - start_s > _MAX_SECONDS:
             break
     return outputs
-
-
-def _count(outputs: Outputs) -> int:
-    """Returns the number of rows of some batches."""
-    return sum(count_rows(batch) for _, batch in outputs)
 
 
 def _join(outputs: Outputs) -> Outputs:
@@ -169,7 +159,7 @@ def _check_states(task: Task, outputs: Outputs) -> None:
     try:
         at_once = _compute_values(metrics)
     except TaskError:
-        # The rows may be too few; `_check_computed` reports this if the data has no others.
+        # The rows may be too few.
         at_once = {}
     states = {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
     third = max(1, len(outputs) // 3)
@@ -217,22 +207,13 @@ def _check_wrappers(metrics: MetricCollection) -> None:
     """Refuses wrappers of torchmetrics with a value that depends on the number of updates."""
     reasons = {"BootStrapper": "draws rows at random in each update", "Running": "counts updates, not rows"}
     for name, metric in metrics.items(keep_base=True, copy_state=False):
-        for kind in sorted(reasons.keys() & _wrapper_names(metric)):
+        kinds = {kind for part in metric_parts(metric).values() for kind in type(part).__mro__}
+        names = {kind.__name__ for kind in kinds if kind.__module__.startswith("torchmetrics.wrappers")}
+        if wrappers := sorted(reasons.keys() & names):
             raise ConfigError(
-                f"The metric {name!r} is a torchmetrics {kind}, which {reasons[kind]}: its value would depend on"
-                " evaluate.batch_size. Use the metric inside it."
+                f"The metric {name!r} is a torchmetrics {wrappers[0]}, which {reasons[wrappers[0]]}: its value would"
+                " depend on evaluate.batch_size. Use the metric inside it."
             )
-
-
-def _wrapper_names(metric: Any) -> set[str]:
-    """Returns the class names of the torchmetrics wrappers that a metric is or contains."""
-    parts = metric_parts(metric).values()
-    return {
-        kind.__name__
-        for part in parts
-        for kind in type(part).__mro__
-        if kind.__module__.startswith("torchmetrics.wrappers")
-    }
 
 
 def _compute_values(metrics: MetricCollection) -> Values:
@@ -273,41 +254,6 @@ def are_close(a: Any, b: Any) -> bool:
 def _format_value(value: Any) -> str:
     """Returns a value of a metric as short text."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)[:60]
-
-
-def _check_computed(task: Task, outputs: Outputs, has_all: bool) -> list[str]:
-    """Refuses metrics that all rows are too few for, and returns warnings about few rows or classes, if `has_all`."""
-    if not has_all:
-        return []
-    count = _count(outputs)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            values, _ = compute_values(_update_metrics(task, outputs))
-        except TaskError as error:
-            raise ConfigError(
-                f"The metrics of {type(task).__name__} cannot be computed of the {count} row{'s' * (count > 1)} of"
-                f" data.eval_path: {str(error).splitlines()[0]} Give it more rows, or leave the metric out."
-            ) from error
-    undefined = sorted(name for name, value in values.items() if math.isnan(value))
-    if undefined and count == 1:
-        raise ConfigError(
-            f"{', '.join(map(repr, undefined))} of {type(task).__name__} {'is' if len(undefined) == 1 else 'are'} not"
-            " a number for the only row of data.eval_path; such metrics need two rows or more. Give it more rows, or"
-            " leave the metric out."
-        )
-    messages = list[str]()
-    if undefined:
-        messages.append(f"Of the {count} rows of data.eval_path {', '.join(undefined)} cannot be told: not a number.")
-    texts = dict.fromkeys(
-        " ".join(str(warning.message).split()) for warning in caught if issubclass(warning.category, UserWarning)
-    )
-    messages += [
-        f"torchmetrics says of the {count} rows of data.eval_path: {text}"
-        for text in texts
-        if any(word in text for word in _WARNING_WORDS)
-    ]
-    return messages
 
 
 def _check_logits(task: Task, outputs: Outputs) -> None:
@@ -359,8 +305,17 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
 
     count = len(next(iter(rows.values())))
     unequal, random_values = compare_means(model, means_of, count, is_exact=True)
+    cut = max(1, count // _FIRST_PART)
     for name, (value, mean) in unequal.items():
-        raise ConfigError(_not_a_mean_message(type(task).__name__, name, value, mean, count))
+        raise ConfigError(
+            f"{name!r}, as the evaluation of {type(task).__name__} gives it, is not a mean over rows: of a batch of"
+            f" {count} rows it is {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and"
+            f" {count - cut} rows. Averaged over batches it would depend on evaluate.batch_size. Give the torchmetrics"
+            " object itself, whose states are combined over all rows: self.log(name, self.metric) in a Lightning"
+            " module, the object in the dictionary that a script's evaluate returns (torchmetrics.MeanMetric, updated"
+            " with weights, for a mean over tokens; MeanSquaredError(squared=False) for a root). If the mean over"
+            " batches of evaluate.batch_size rows is meant, set evaluate.fixed_batches: true."
+        )
     return [
         f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same"
         " rows are evaluated, or in another order: what it draws at random makes it depend on evaluate.batch_size."
@@ -416,20 +371,6 @@ def compare_means(
             if np.isfinite(value) and not are_close(value, mean):
                 unequal.setdefault(name, (value, mean))
     return {name: values for name, values in unequal.items() if name not in random_values}, random_values
-
-
-def _not_a_mean_message(task: str, name: str, value: float, mean: float, count: int) -> str:
-    """Returns the message about a logged value that is not a mean over rows."""
-    cut = max(1, count // _FIRST_PART)
-    return (
-        f"{name!r}, as the evaluation of {task} gives it, is not a mean over rows: of a batch of {count} rows it is"
-        f" {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and {count - cut} rows. Averaged over"
-        " batches it would depend on evaluate.batch_size. Give the torchmetrics object itself, whose states are"
-        " combined over all rows: self.log(name, self.metric) in a Lightning module, the object in the dictionary that"
-        " a script's evaluate returns (torchmetrics.MeanMetric, updated with weights, for a mean over tokens;"
-        " MeanSquaredError(squared=False) for a root). If the mean over batches of evaluate.batch_size rows is meant,"
-        " set evaluate.fixed_batches: true."
-    )
 
 
 @contextmanager

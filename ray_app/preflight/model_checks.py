@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -54,7 +54,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
     # A tied tensor may be saved under another name.
     saved_ids = {id(value) for value in saved.values()}
     unsaved_buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in saved_ids}
-    checksums, flags = _parameter_checksums(model), _trained_flags(model)
+    checksums, flags = _parameter_checksums(model), {name: p.requires_grad for name, p in model.named_parameters()}
     without_gradient = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -81,7 +81,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
             " once in a step by Task.apply_gradients, or is a buffer (register_buffer), of which every logical worker"
             " starts from the same."
         )
-    if not in_turns and (switched := [name for name, flag in _trained_flags(model).items() if flag != flags[name]]):
+    if not in_turns and (switched := [name for name, p in model.named_parameters() if p.requires_grad != flags[name]]):
         raise ConfigError(
             f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the"
             " model is made: in build_model, or by train.freeze; multiply what is not to count yet by 0."
@@ -97,11 +97,6 @@ def _parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Returns a checksum of each parameter by name. It is computed in parts, since the sum copies what it adds."""
     parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in model.named_parameters())
     return {name: sum(int(checksum(part, 0)) for part in chunks) for name, chunks in parts}
-
-
-def _trained_flags(model: nn.Module) -> dict[str, bool]:
-    """Returns `requires_grad` of each parameter by name."""
-    return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
 def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
@@ -180,104 +175,60 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
             )
 
 
-class _NondeterministicOp(NamedTuple):
-    """An operation without a deterministic kernel on GPUs.
-
-    Args:
-        title: Name of the operation for the author of a model.
-        instead: Operation to use instead.
-        is_refused: Returns whether a call with these arguments is refused.
-    """
-
-    title: str
-    instead: str
-    is_refused: Callable[..., bool] = lambda *args, **options: True
-
-
-def _has_dim(*args: Any, **options: Any) -> bool:
-    """Returns whether a median is computed along a dimension, so that it returns indices."""
-    return len(args) > 1 or "dim" in options
-
-
-def _is_not_sum(*args: Any, **options: Any) -> bool:
-    """Returns whether `scatter_reduce` computes neither sum nor mean, which PyTorch sorts indices for."""
-    return (args[4] if len(args) > 4 else options.get("reduce")) not in ("sum", "mean")
-
-
-def _multiplies_tensors(*args: Any, **options: Any) -> bool:
-    """Returns whether `scatter` multiplies by a tensor; by a number, the product is the same in every order."""
-    return options.get("reduce") == "multiply" and isinstance(args[3] if len(args) > 3 else options.get("src"), Tensor)
-
-
-def _accumulates(*args: Any, **options: Any) -> bool:
-    """Returns whether `put_` accumulates."""
-    return bool(args[3] if len(args) > 3 else options.get("accumulate", False))
-
-
 _POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels, as an adaptive pooling to size 1 is"
-_MEDIAN = "sort, and the middle"
-_PUT = "index_add, or scatter_add"
-_REGIONS = "RoIAlign"
+_BLOCKS, _STRIDE = "a convolution with a stride, or a mean over reshaped blocks", "a convolution with a stride"
+_UNPOOL, _PADS = "a transposed convolution, or interpolation", "zeros, or padding_mode replicate"
+_ROWS, _MEDIAN = "mode nearest, or bilinear over (N, C, 1, W)", "sort, and the middle"
 _SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
-_FRACTIONAL, _PADS = "a convolution with a stride", "zeros, or padding_mode replicate"
-_NONDETERMINISTIC_OPS: Mapping[str, _NondeterministicOp] = {
-    "_adaptive_avg_pool2d_backward": _NondeterministicOp("AdaptiveAvgPool2d, backward", _POOLS),
-    "_adaptive_avg_pool3d_backward": _NondeterministicOp("AdaptiveAvgPool3d, backward", _POOLS),
-    "adaptive_max_pool2d_backward": _NondeterministicOp("AdaptiveMaxPool2d, backward", _POOLS),
-    "adaptive_max_pool3d_backward": _NondeterministicOp("AdaptiveMaxPool3d, backward", _POOLS),
-    "avg_pool3d_backward": _NondeterministicOp(
-        "AvgPool3d, backward", "a convolution with a stride, or a mean over reshaped blocks"
-    ),
-    "fractional_max_pool2d_backward": _NondeterministicOp("FractionalMaxPool2d, backward", _FRACTIONAL),
-    "fractional_max_pool3d_backward": _NondeterministicOp("FractionalMaxPool3d, backward", _FRACTIONAL),
-    "max_unpool2d": _NondeterministicOp("MaxUnpool1d or MaxUnpool2d", "a transposed convolution, or interpolation"),
-    "max_unpool3d": _NondeterministicOp("MaxUnpool3d", "a transposed convolution, or interpolation"),
-    "upsample_linear1d_backward": _NondeterministicOp(
-        "linear interpolation of one dimension, backward", "mode nearest, or bilinear over (N, C, 1, W)"
-    ),
-    "_upsample_bilinear2d_aa_backward": _NondeterministicOp("antialiased interpolation, backward", "antialias=False"),
-    "_upsample_bicubic2d_aa_backward": _NondeterministicOp("antialiased interpolation, backward", "antialias=False"),
-    "reflection_pad1d_backward": _NondeterministicOp("ReflectionPad1d, backward", _PADS),
-    "reflection_pad2d_backward": _NondeterministicOp("ReflectionPad2d, backward", _PADS),
-    "reflection_pad3d_backward": _NondeterministicOp("ReflectionPad3d, backward", _PADS),
-    "nll_loss2d_forward": _NondeterministicOp(
-        "cross-entropy or NLLLoss over pixels, as mean or sum",
-        "reduction none, and the mean of that",
-        lambda *args, **options: (args[3] if len(args) > 3 else options.get("reduction", 1)) != 0,
-    ),
-    "_ctc_loss_backward": _NondeterministicOp("CTCLoss, backward", "another loss"),
-    "_embedding_bag_dense_backward": _NondeterministicOp(
-        "EmbeddingBag with mode max, backward",
-        "mode sum or mean",
-        lambda *args, **options: 2 in (args[7:8] or (options.get("mode"),)),
-    ),
-    "histc": _NondeterministicOp("histc", "bincount of integers"),
-    "bincount": _NondeterministicOp(
-        "bincount with weights",
-        "index_add",
-        lambda *args, **options: (args[1] if len(args) > 1 else options.get("weights")) is not None,
-    ),
-    "median": _NondeterministicOp("median with indices", _MEDIAN, _has_dim),
-    "nanmedian": _NondeterministicOp("nanmedian with indices", _MEDIAN, _has_dim),
-    "scatter_reduce": _NondeterministicOp("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
-    "scatter_reduce_": _NondeterministicOp("scatter_reduce with prod, amax or amin", _SCATTERED, _is_not_sum),
-    "scatter": _NondeterministicOp("scatter that multiplies", _SCATTERED, _multiplies_tensors),
-    "scatter_": _NondeterministicOp("scatter that multiplies", _SCATTERED, _multiplies_tensors),
-    "index_reduce": _NondeterministicOp("index_reduce", _SCATTERED),
-    "index_reduce_": _NondeterministicOp("index_reduce", _SCATTERED),
-    "put": _NondeterministicOp("put with accumulate", _PUT, _accumulates),
-    "put_": _NondeterministicOp("put with accumulate", _PUT, _accumulates),
-    "_roi_pool_backward": _NondeterministicOp("RoIPool, backward", _REGIONS),
-    "_ps_roi_align_backward": _NondeterministicOp("PSRoIAlign, backward", _REGIONS),
-    "_ps_roi_pool_backward": _NondeterministicOp("PSRoIPool, backward", _REGIONS),
-    "_deform_conv2d_backward": _NondeterministicOp("DeformConv2d, backward", "a convolution"),
-    "grid_sampler_2d_backward": _NondeterministicOp(
-        "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
-    ),
-    "grid_sampler_3d_backward": _NondeterministicOp(
-        "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
-    ),
+_PIXELS, _UNREDUCED = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, and the mean of that"
+_SAMPLED = "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
+_NONDETERMINISTIC_OPS: Mapping[str, tuple[str, str]] = {
+    "_adaptive_avg_pool2d_backward": ("AdaptiveAvgPool2d, backward", _POOLS),
+    "_adaptive_avg_pool3d_backward": ("AdaptiveAvgPool3d, backward", _POOLS),
+    "adaptive_max_pool2d_backward": ("AdaptiveMaxPool2d, backward", _POOLS),
+    "adaptive_max_pool3d_backward": ("AdaptiveMaxPool3d, backward", _POOLS),
+    "avg_pool3d_backward": ("AvgPool3d, backward", _BLOCKS),
+    "fractional_max_pool2d_backward": ("FractionalMaxPool2d, backward", _STRIDE),
+    "fractional_max_pool3d_backward": ("FractionalMaxPool3d, backward", _STRIDE),
+    "max_unpool2d": ("MaxUnpool1d or MaxUnpool2d", _UNPOOL),
+    "max_unpool3d": ("MaxUnpool3d", _UNPOOL),
+    "upsample_linear1d_backward": ("linear interpolation of one dimension, backward", _ROWS),
+    "_upsample_bilinear2d_aa_backward": ("antialiased interpolation, backward", "antialias=False"),
+    "_upsample_bicubic2d_aa_backward": ("antialiased interpolation, backward", "antialias=False"),
+    "reflection_pad1d_backward": ("ReflectionPad1d, backward", _PADS),
+    "reflection_pad2d_backward": ("ReflectionPad2d, backward", _PADS),
+    "reflection_pad3d_backward": ("ReflectionPad3d, backward", _PADS),
+    "nll_loss2d_forward": (_PIXELS, _UNREDUCED),
+    "_ctc_loss_backward": ("CTCLoss, backward", "another loss"),
+    "_embedding_bag_dense_backward": ("EmbeddingBag with mode max, backward", "mode sum or mean"),
+    "histc": ("histc", "bincount of integers"),
+    "bincount": ("bincount with weights", "index_add"),
+    "median": ("median with indices", _MEDIAN),
+    "nanmedian": ("nanmedian with indices", _MEDIAN),
+    "scatter_reduce": ("scatter_reduce with prod, amax or amin", _SCATTERED),
+    "scatter": ("scatter that multiplies", _SCATTERED),
+    "index_reduce": ("index_reduce", _SCATTERED),
+    "put": ("put with accumulate", "index_add, or scatter_add"),
+    "_roi_pool_backward": ("RoIPool, backward", "RoIAlign"),
+    "_ps_roi_align_backward": ("PSRoIAlign, backward", "RoIAlign"),
+    "_ps_roi_pool_backward": ("PSRoIPool, backward", "RoIAlign"),
+    "_deform_conv2d_backward": ("DeformConv2d, backward", "a convolution"),
+    "grid_sampler_2d_backward": _SAMPLED,
+    "grid_sampler_3d_backward": _SAMPLED,
 }
+"""Operations without a deterministic kernel on GPUs: a name for the author of a model, and what to use instead."""
+_IS_REFUSED: Mapping[str, Callable[[Callable[[int, str], Any]], bool]] = {
+    "nll_loss2d_forward": lambda argument: argument(3, "reduction") != 0,
+    "_embedding_bag_dense_backward": lambda argument: argument(7, "mode") == 2,
+    "bincount": lambda argument: argument(1, "weights") is not None,
+    "median": lambda argument: argument(1, "dim") is not None,
+    "nanmedian": lambda argument: argument(1, "dim") is not None,
+    "scatter_reduce": lambda argument: argument(4, "reduce") not in ("sum", "mean"),
+    # Multiplied by a number, and not by a tensor, the product is the same in every order.
+    "scatter": lambda argument: argument(4, "reduce") == "multiply" and isinstance(argument(3, "src"), Tensor),
+    "put": lambda argument: bool(argument(3, "accumulate")),
+}
+"""Whether a call of an operation is refused, by its arguments; all calls of the other operations are."""
 
 
 class KernelRecorder(TorchDispatchMode):
@@ -290,9 +241,15 @@ class KernelRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records an operation if a GPU would refuse it, and calls it."""
         options = kwargs or {}
-        operation = _NONDETERMINISTIC_OPS.get(func.overloadpacket.__name__)
-        if operation is not None and operation.is_refused(*args, **options):
-            self._refused[operation.title] = operation.instead
+
+        def argument(index: int, name: str) -> Any:
+            return args[index] if len(args) > index else options.get(name)
+
+        # An operation in place has the same name with a `_` at its end.
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in _NONDETERMINISTIC_OPS and (name not in _IS_REFUSED or _IS_REFUSED[name](argument)):
+            title, instead = _NONDETERMINISTIC_OPS[name]
+            self._refused[title] = instead
         return func(*args, **options)
 
     def check(self, gpus: float) -> None:
@@ -346,7 +303,8 @@ _MAX_DEPTH, _MAX_PARTS = 8, 10_000
 
 def check_picklable(task: Task) -> None:
     """Refuses a task that cannot be pickled for readers, workers and the evaluator, whatever the strategy now is."""
-    if (failure := find_failing_part(type(task).__name__, task, _pickling_error)) is None:
+    failure = find_failing_part(type(task).__name__, task, lambda value: cloudpickle.loads(cloudpickle.dumps(value)))
+    if failure is None:
         return
     name, value, error = failure
     raise ConfigError(
@@ -357,37 +315,31 @@ def check_picklable(task: Task) -> None:
     )
 
 
-def _pickling_error(value: Any) -> Exception | None:
-    """Returns the error of pickling and unpickling a value, or None."""
-    try:
-        cloudpickle.loads(cloudpickle.dumps(value))
-    except Exception as error:  # A user's classes may raise any error.
-        return error
-    return None
-
-
 def first_line(error: Exception) -> str:
     """Returns the first line of an error without addresses of objects, which differ every time."""
     return remove_addresses(next(iter(str(error).splitlines()), ""))
 
 
 def find_failing_part(
-    name: str, value: Any, error_of: Callable[[Any], Exception | None], visited: set[int] | None = None
+    name: str, value: Any, copy: Callable[[Any], object], visited: set[int] | None = None
 ) -> tuple[str, Any, Exception] | None:
-    """Returns the innermost part of a value that has an error: its name, the part and the error; None without an error.
+    """Returns the innermost part of a value that cannot be copied: its name, the part and the error; else None.
 
     Args:
         name: Name of the value in messages.
         value: The value.
-        error_of: Returns the error of a part, or None.
+        copy: Copies a part, and raises any error.
         visited: Identities of the parts that were examined.
     """
-    if (error := error_of(value)) is None:
+    try:
+        copy(value)
         return None
+    except Exception as raised:
+        error = raised
     visited = set() if visited is None else visited
     visited.add(id(value))
     if len(visited) < _MAX_PARTS and name.count(".") + name.count("[") < _MAX_DEPTH:
         for inner, part in iter_parts(value):
-            if id(part) not in visited and (failure := find_failing_part(name + inner, part, error_of, visited)):
+            if id(part) not in visited and (failure := find_failing_part(name + inner, part, copy, visited)):
                 return failure
     return name, value, error

@@ -24,15 +24,8 @@ from ray_app.data.probes import put_rows
 from ray_app.errors import BadRowError, ConfigError, RayAppError, RunExistsError, TaskError, is_refusal
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.models.package import storable_settings
-from ray_app.preflight.changes import (
-    CodeVersions,
-    DataVersions,
-    fill_defaults,
-    is_stored,
-    store_code,
-    store_data_versions,
-)
-from ray_app.preflight.checks import CHECKS, Check
+from ray_app.preflight.changes import CodeVersions, DataVersions, fill_defaults, store_code, store_data_versions
+from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext
 from ray_app.process import why_not_writable
 from ray_app.runlog.journal import put_event
@@ -160,7 +153,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
             put_atomic(job.paths.tokenizer, tokenizer.location.read_bytes())
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         store_code(job.paths, prepared.code)
-    if prepared.data_files is not None and not (prepared.resumes and is_stored(job.paths, prepared.data_files)):
+    if prepared.data_files is not None:
         store_data_versions(job.paths, prepared.data_files)
     if not prepared.resumes:
         put_config(job.paths, fill_defaults(job.config)[0])
@@ -299,7 +292,11 @@ def iter_findings(config: Config) -> Iterator[Finding]:
                 outcome = check.execute(context)
             except RayAppError as error:
                 refused.append(check.name)
-                yield _describe_error(check, error, time.monotonic() - start_s)
+                # Errors of the task's code and of rows are failures.
+                is_bad_row = isinstance(error, BadRowError)
+                is_of_task = is_bad_row or isinstance(error.__cause__, TaskError) or not is_refusal(error)
+                text = f"{error}. Fix Task.decode, or the row." if is_bad_row else str(error)
+                yield Finding("failed" if is_of_task else "refused", check.name, text, time.monotonic() - start_s)
                 continue
             if outcome is not None:
                 seconds = time.monotonic() - start_s if outcome.seconds is None else outcome.seconds
@@ -307,11 +304,3 @@ def iter_findings(config: Config) -> Iterator[Finding]:
                 yield from (Finding("warning", check.name, text) for text in outcome.warnings)
     if untried:
         yield Finding("warning", "the rest", f"{len(untried)} more were not made: they need what is refused above.")
-
-
-def _describe_error(check: Check, error: RayAppError, seconds: float) -> Finding:
-    """Returns the finding of a check that raised an error: errors of the task's code and of rows are failures."""
-    if isinstance(error, BadRowError):
-        return Finding("failed", check.name, f"{error}. Fix Task.decode, or the row.", seconds)
-    is_task_error = isinstance(error.__cause__, TaskError) or not is_refusal(error)
-    return Finding("failed" if is_task_error else "refused", check.name, str(error), seconds)

@@ -12,12 +12,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sized
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from traceback import walk_stack
 from types import FrameType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,31 +37,12 @@ from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init, seed_step
 
-T = TypeVar("T")
 _MAX_TRACED_LINES = 20_000
 """Largest number of traced lines of user code: a loop over pixels would take minutes."""
 _MAX_DEPTH, _MAX_ITEMS = 4, 1000
 """Depth, and number in each collection, of the attributes and items of objects that `kept_values` looks at."""
 _MAX_VALUES = 1 << 20
 """Size of the largest tensor that `kept_values` copies."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A random generator from which a call drew.
-
-    Args:
-        generator: Description of the generator.
-        line: The line of the user's code that drew, if it is known.
-        is_global: Whether it is a global generator of the process.
-    """
-
-    generator: str
-    line: str | None
-    is_global: bool
-
-    def __str__(self) -> str:
-        return self.generator + (f" ({self.line})" if self.line else "")
 
 
 _GLOBAL_STATES: dict[str, Callable[[], Any]] = {
@@ -71,37 +52,19 @@ _GLOBAL_STATES: dict[str, Callable[[], Any]] = {
 }
 """Functions that return the states as values for `==`, which takes microseconds: they are compared at every line."""
 TORCH = "torch's default generator"
+_UNSEEDED = "a generator made without a seed (numpy.random.default_rng)"
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
-
-
-def _call_watched(call: Callable[[], T], task: object) -> tuple[T, list[Draw]]:
-    """Calls user code; returns its value, and the generators from which it drew: those of the task or global ones."""
-    roots = {type(task).__name__: task}
-    states = kept_values(roots)
-    with _LineTracer() as tracer:
-        value = call()
-    draws = [Draw(name, line, True) for name, line in tracer.lines_by_generator.items()]
-    draws += [
-        Draw(f"a generator of its own, {name}", None, False)
-        for name, state in kept_values(roots).items()
-        if isinstance(state, bytes) and state != states.get(name)
-    ]
-    draws += [
-        Draw("a generator made without a seed (numpy.random.default_rng)", line, False) for line in tracer.unseeded
-    ]
-    return value, draws
 
 
 class _LineTracer:
     """Watches the global generators after every line of user code in its context.
 
-    `lines_by_generator` has the first line that drew from each global generator, `unseeded` the lines that made a NumPy
-    generator without a seed.
+    `lines` has the first line that drew from each global generator, and the first that made a NumPy generator without a
+    seed (`_UNSEEDED`); None where it is not known.
     """
 
     def __init__(self) -> None:
-        self.lines_by_generator: dict[str, str | None] = {}
-        self.unseeded: list[str | None] = []
+        self.lines: dict[str, str | None] = {}
         self._num_lines = 0
         self._last_line: str | None = None
         self._states = {name: get_state() for name, get_state in _GLOBAL_STATES.items()}
@@ -122,7 +85,7 @@ class _LineTracer:
         """Replaces `numpy.random.default_rng`, to record the user's line if there is no seed."""
         if seed is None:
             frames = (frame for frame, _ in walk_stack(sys._getframe(1)) if is_user_code(frame.f_code.co_filename))
-            self.unseeded.append(next((_describe_line(frame) for frame in frames), None))
+            self.lines.setdefault(_UNSEEDED, next((_describe_line(frame) for frame in frames), None))
         return self._default_rng(seed)
 
     def _trace_call(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -150,7 +113,7 @@ class _LineTracer:
         for name, get_state in _GLOBAL_STATES.items():
             state = get_state()
             if state != self._states[name]:
-                self.lines_by_generator.setdefault(name, self._last_line)
+                self.lines.setdefault(name, self._last_line)
                 self._states[name] = state
 
 
@@ -221,7 +184,6 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other) if isinstance(one, bool | int | float | str | bytes) else True
 
 
-_CPU = HOST
 _DRAWN = (
     "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for"
     " the rest"
@@ -248,7 +210,7 @@ def _iter_impurities(job: Job) -> Iterator[str]:
         "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment,"
         " from the keys"
     )
-    findings = list(_check_repeatable(task, "decode", lambda: _comparable(task.decode(rows)), advice, ()))
+    findings = list(_check_repeatable("decode", lambda: _comparable(task.decode(rows)), advice, ()))
     yield from findings or _check_row_independence(task, rows)
     batch = to_batch(decoded)
     keys = torch.from_numpy(
@@ -256,24 +218,24 @@ def _iter_impurities(job: Job) -> Iterator[str]:
     )
     if task.has_epoch_decode:
         yield from _check_repeatable(
-            task, "decode_training", lambda: _comparable(task.decode_training(rows, keys.numpy())), _DRAWN, ()
+            "decode_training", lambda: _comparable(task.decode_training(rows, keys.numpy())), _DRAWN, ()
         )
     yield from _check_repeatable(
-        task, "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
+        "augment", lambda: task.augment({k: v.clone() for k, v in batch.items()}, keys), _KEYED, (TORCH,)
     )
     allowed = tuple(_GLOBAL_STATES) if task.seeds_all_generators else (TORCH,)
-    yield from _check_repeatable(task, "build_model", lambda: _build_model(task).state_dict(), _KEYED, allowed)
+    yield from _check_repeatable("build_model", lambda: _build_model(task).state_dict(), _KEYED, allowed)
     model, fields = _build_model(task).train(), task.augment(dict(batch), keys)
     for turn in job.config.optimizers or [""]:
         name = f"loss_for_optimizer of {turn}" if turn else "training_loss"
-        yield from _check_repeatable(task, name, partial(_training_values, task, turn, model, fields), _KEYED, (TORCH,))
+        yield from _check_repeatable(name, partial(_training_values, task, turn, model, fields), _KEYED, (TORCH,))
     eval_model = _build_model(task).eval()
     advice = (
         "Evaluations and predictions of one checkpoint would differ: draw only where self.training is true, from"
         " torch's generators"
     )
     yield from _check_repeatable(
-        task, "forward (in an evaluation)", partial(_eval_outputs, task, eval_model, batch), advice, (TORCH,)
+        "forward (in an evaluation)", partial(_eval_outputs, task, eval_model, batch), advice, (TORCH,)
     )
 
 
@@ -302,7 +264,7 @@ def _read_undecoded(job: Job) -> Rows:
 
 def _build_model(task: Task) -> nn.Module:
     """Builds the model with torch's generators seeded."""
-    seed_init(0, _CPU)
+    seed_init(0, HOST)
     return task.build_model()
 
 
@@ -329,9 +291,7 @@ def _eval_outputs(task: Task, model: nn.Module, batch: Batch) -> Any:
         return task.forward(_copy_model(task, model), {name: values.clone() for name, values in batch.items()})
 
 
-def _check_repeatable(
-    task: Task, name: str, call: Callable[[], Any], advice: str, allowed: tuple[str, ...]
-) -> Iterator[str]:
+def _check_repeatable(name: str, call: Callable[[], Any], advice: str, allowed: tuple[str, ...]) -> Iterator[str]:
     """Calls a method three times with the same inputs and seeds, and yields a finding if the results may differ.
 
     Args:
@@ -341,16 +301,16 @@ def _check_repeatable(
         allowed: Descriptions of the generators from which the method may draw.
     """
     results = []
-    draws = list[Draw]()
+    lines: dict[str, str | None] = {}
     for _ in range(3):
-        seed_step(0, 0, 0, 0, _CPU)
-        with user_code(lambda: f"{name}, called three times on the same rows"):
-            result, draws_of_call = _call_watched(call, task)
-        results.append(result)
-        draws += [draw for draw in draws_of_call if draw.generator not in allowed]
+        seed_step(0, 0, 0, 0, HOST)
+        with user_code(lambda: f"{name}, called three times on the same rows"), _LineTracer() as tracer:
+            results.append(call())
+        lines = tracer.lines | lines
     differs = not all(is_same(results[0], other) for other in results[1:])
-    sources = list(dict.fromkeys(str(draw) for draw in draws if draw.is_global or differs))
-    if sources:
+    # What a generator without a seed gives may make no difference.
+    drawn = {key: line for key, line in lines.items() if key not in allowed and (differs or key != _UNSEEDED)}
+    if sources := [f"{key} ({line})" if line else key for key, line in drawn.items()]:
         yield f"{name} draws from {', and from '.join(sources)}. {advice}."
     elif differs:
         yield (

@@ -7,7 +7,7 @@ evaluation data.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -18,15 +18,17 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.probes import find_longest_row
 from ray_app.data.reader import POSITION, Reader, table_to_rows
 from ray_app.errors import ConfigError, DataError, TaskError
-from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, count_numbers, explain_cost, longest_of
+from ray_app.preflight.context import MAX_NUMBERS, PreflightContext, RowProbe, count_numbers, longest_of
 from ray_app.task.environment import restore_process_state
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Arrays, Ragged, repeat_rows, to_batch
+from ray_app.task.ragged import Arrays, Ragged, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 
 logger = logging.getLogger(__name__)
+MAX_OPERATIONS = 1e12
+"""Largest number of floating-point operations on a long row; on two cores they take about half a minute."""
 
 
 def _check_value_ranges(
@@ -47,8 +49,17 @@ def _check_value_ranges(
     task = row_probe.task
     assert isinstance(task, ModuleTask)
     evaluates = eval_ranges is not None
-    ranges = task.ranges if eval_ranges is None else eval_ranges
-    for extremes in _extreme_values(task, ranges, rows, evaluates):
+    all_ranges = task.ranges if eval_ranges is None else eval_ranges
+    ranges = {name: one for name, one in all_ranges.items() if name in rows}
+    covered = {name: one for name, one in task.ranges.items() if evaluates and name != task.target}
+    # What is tried together: the largest numbers, the smallest, and what all lists but targets are padded with.
+    groups = [
+        {name: one[i] for name, one in ranges.items() if name not in covered or not _is_in(one[i], covered[name])}
+        for i in (1, 0)
+    ]
+    lists = {name: values for name in ranges if isinstance(values := rows[name], Ragged)}
+    groups += [{name: values.fill for name, values in lists.items() if not evaluates and name not in task.targets()}]
+    for extremes in filter(None, groups):
         extreme_rows = {**rows, **{name: _fill(rows[name], value) for name, value in extremes.items()}}
         if row_probe.can_run(extreme_rows, evaluates):
             continue
@@ -65,33 +76,14 @@ def _check_value_ranges(
                     raise ConfigError(prefix + message) from error
 
 
-def _extreme_values(
-    task: ModuleTask, ranges: dict[str, list[float]], rows: Arrays, evaluates: bool
-) -> Iterator[dict[str, float]]:
-    """Yields values by column to check together: the largest, the smallest, and the padding of all but targets."""
-    names = [name for name in ranges if name in rows]
-    for bound in (1, 0):
-        extremes = {name: ranges[name][bound] for name in names}
-        covered = {
-            name: task.ranges[name] for name in names if evaluates and name != task.target and name in task.ranges
-        }
-        if uncovered := {
-            name: value
-            for name, value in extremes.items()
-            if name not in covered or not covered[name][0] <= value <= covered[name][1]
-        }:
-            yield uncovered
-    paddings = {
-        name: values.fill for name in names if isinstance(values := rows[name], Ragged) and name not in task.targets()
-    }
-    if paddings and not evaluates:
-        yield paddings
+def _is_in(value: float, bounds: list[float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
 
 
 def _fill(values: np.ndarray | Ragged, value: float) -> np.ndarray | Ragged:
     """Returns values of the same shape and lengths that are all `value`."""
     if isinstance(values, Ragged):
-        return Ragged(np.full_like(values.values, value), values.offsets, values.fill, values.multiple)
+        return replace(values, values=np.full_like(values.values, value))
     return np.full_like(values, value)
 
 
@@ -169,12 +161,13 @@ def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: b
     # The script of a `LoopTask` would start again.
     if isinstance(context.task, LoopTask) or not tried_numbers < numbers <= MAX_NUMBERS:
         return tried_numbers
-    rows = {field: repeat_rows(row[field]) for field in context.accepted_rows}
-    if (cost := explain_cost(row_probe, rows)) is not None:
+    rows = {field: concat_fields([row[field], row[field]]) for field in context.accepted_rows}
+    # Two operations for each parameter and number of the two copies.
+    if (operations := 4.0 * numbers * sum(p.numel() for p in context.model.parameters())) > MAX_OPERATIONS:
         logger.warning(
-            "The longest row of %s (%d numbers) is not tried before the start: it would take %s. Whether the model"
-            " knows as many positions is seen when it is trained or evaluated on.",
-            *(name, numbers, cost),
+            "The longest row of %s (%d numbers) is not tried before the start: it would take about %.1e operations."
+            " Whether the model knows as many positions is seen when it is trained or evaluated on.",
+            *(name, numbers, operations),
         )
         return tried_numbers
     try:

@@ -13,7 +13,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,7 +137,9 @@ class Sandbox:
         if result.exists():
             value, error, seconds = pickle.loads(result.read_bytes())
             return CallResult(value, error, output, seconds)
-        ending = f"did not end within {limit_s:g} s" if status is None else f"ended by {_describe_status(status)}"
+        ending = f"did not end within {limit_s:g} s"
+        if status is not None:
+            ending = f"ended by {f'signal {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'}"
         return CallResult(None, TaskError(f"Its process {ending}", output), output, 0.0)
 
     def _path(self, number: int, kind: str) -> Path:
@@ -155,21 +156,12 @@ class Sandbox:
                 pipe.close()
 
 
-def _describe_status(status: int) -> str:
-    """Returns the exit status of a process, or the signal that ended it if the status is negative, as text."""
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-
-
-_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
-
-
 def run_call(path: Path) -> None:
     """Runs one call and writes its result to the file beside it.
 
     An error that is not a `RayAppError` is stored as text, because its class may not be picklable.
     """
-    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    threading.Thread(target=_truncate_output, daemon=True).start()
+    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -189,14 +181,6 @@ def run_call(path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(pickle.dumps((value, error, time.monotonic() - start_s)))
     temporary.rename(path.with_suffix(".result"))
-
-
-def _truncate_output() -> None:
-    """Truncates long output now and then: only its end is shown, and it must not fill the disk."""
-    while True:
-        time.sleep(_TRUNCATE_INTERVAL_S)
-        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
-            os.ftruncate(1, 0)
 
 
 def main() -> None:

@@ -60,6 +60,8 @@ class Task(ABC):
     """Whether user code in `build_model` may draw from Python's and NumPy's generators, seeded from torch's."""
     keeps_modes: ClassVar[bool] = False
     """Whether layers that `build_model` returns in evaluation mode stay in it, as Lightning's trainer leaves them."""
+    sample_weight: str | None = None
+    """Column with the weight of each row in the training loss, of a task that has such weights."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
     """Names of the classes in the order of their indices; set by `prepare` of a classification."""
     data_schema: dict[str, Any] = {}  # noqa: RUF012 - replaced, never changed
@@ -124,8 +126,8 @@ class Task(ABC):
         return []
 
     def weight_columns(self) -> list[str]:
-        """Returns those of the `targets` that are weights of rows, and no values to predict."""
-        return []
+        """Returns those of the `targets` that are weights of rows, and no values to predict: `sample_weight`."""
+        return [self.sample_weight] if isinstance(self.sample_weight, str) else []
 
     def decode(self, rows: Rows) -> Arrays:
         """Decodes rows into named fields: arrays of one shape per row, (rows, ...), or `Ragged`.

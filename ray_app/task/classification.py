@@ -152,7 +152,6 @@ class Classification(Task):
     label: str
     num_classes: int | None
     class_weights: ClassWeights
-    sample_weight: str | None
     train_accuracy: bool
 
     def set_classes(self, data: DataFacts) -> None:
@@ -181,10 +180,6 @@ class Classification(Task):
     def targets(self) -> list[str]:
         """Returns the column of labels, and that of the weights of rows."""
         return [self.label, *self.weight_columns()]
-
-    def weight_columns(self) -> list[str]:
-        """Returns the column of the weights of rows, if one is named."""
-        return [] if self.sample_weight is None else [self.sample_weight]
 
     def decode_labels(self, values: Any) -> npt.NDArray[np.int64]:
         """Returns the classes of rows from their indices or names, as int64, (rows,); raises ValueError for others."""

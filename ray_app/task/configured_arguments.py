@@ -403,41 +403,30 @@ def _instantiate_loss(spec: str, device: str = str(HOST)) -> Any:
     """Makes a loss that gives a value for each row or each of its parts; `device` is that of a function's tensors."""
     parsed = json.loads(spec)
     init_args = dict(parsed.get("init_args") or {})
-    if _takes_reduction(parsed["class_path"]):
+    imported, parameters = _inspect(parsed["class_path"])
+    # A loss without this argument gives a value for each row by itself.
+    if imported is None or any(p.name == "reduction" or p.kind is p.VAR_KEYWORD for p in parameters):
         init_args["reduction"] = "none"
     tensors = {
         name: torch.tensor(init_args[name], dtype=torch.float32)
         for name in _CLASS_WEIGHT_ARGUMENTS
         if isinstance(init_args.get(name), list)
     }
-    if (function := _loss_function(parsed, init_args)) is not None:
-        return partial(function, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in kinds and p.default is p.empty and p.name not in init_args]
+    # A function of outputs and target, such as torchvision.ops.sigmoid_focal_loss, is the loss and does not make it.
+    if inspect.isfunction(imported) and len(needed) == 2:
+        return partial(imported, **(init_args | {name: value.to(device) for name, value in tensors.items()}))
     return instantiate({**parsed, "init_args": init_args | tensors}, "task.init_args.loss")
 
 
-def _takes_reduction(class_path: str) -> bool:
-    """Returns whether a loss has an argument `reduction`; one without it gives a value for each row by itself."""
+def _inspect(class_path: str) -> tuple[Any, list[inspect.Parameter]]:
+    """Returns an imported class or function with its parameters; None if that is impossible, as `instantiate` says."""
     try:
-        parameters = inspect.signature(load_class(class_path)).parameters.values()
+        imported = load_class(class_path)
+        return imported, [*inspect.signature(imported).parameters.values()]
     except (ImportError, AttributeError, TypeError, ValueError):
-        return True
-    return any(p.name == "reduction" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _loss_function(spec: Spec, init_args: dict[str, Any]) -> Any:
-    """Returns a function that is itself the loss of outputs and target; None if the import path is of something else.
-
-    An example is `torchvision.ops.sigmoid_focal_loss`. A class, or a function that makes the loss, is something else.
-    """
-    try:
-        imported = load_class(spec["class_path"])
-        parameters = inspect.signature(imported).parameters.values()
-    except (ImportError, AttributeError, TypeError, ValueError):
-        # `instantiate` raises an error with the reason.
-        return None
-    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    is_loss = inspect.isfunction(imported) and len([p for p in needed if p.name not in init_args]) == 2
-    return imported if is_loss else None
+        return None, []
 
 
 _CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -475,14 +464,10 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
-    raise ValueError(
-        f"the {'mask' if is_mask else 'target'} {column!r} has the values {_format_values(values)}; the loss and the"
-        f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"
-    )
-
-
-def _format_values(values: npt.NDArray) -> str:
     distinct = np.unique(values).tolist()
-    return ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED]) + (
-        f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""
+    listed = ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED])
+    listed += f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""
+    raise ValueError(
+        f"the {'mask' if is_mask else 'target'} {column!r} has the values {listed}; the loss and the"
+        f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"
     )

@@ -30,10 +30,12 @@ class OptionalColumn(str):
     __slots__ = ()
 
 
-def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str, may_lack: bool = False) -> ColumnFacts:
+def need_column(
+    data: DataFacts, name: str, kinds: tuple[str, ...] | None, use: str, may_lack: bool = False
+) -> ColumnFacts:
     """Returns the facts of a column; raises DataError without it, for another kind, or with missing values.
 
-    With `may_lack` values may be missing.
+    With `may_lack` values may be missing, and without `kinds` the column may be of any.
     """
     facts = data.columns.get(name)
     if facts is None:
@@ -41,7 +43,7 @@ def need_column(data: DataFacts, name: str, kinds: tuple[str, ...], use: str, ma
             f"{data.path} has no column {name!r} for the {use}; its columns are {', '.join(sorted(data.columns))}. Name"
             " another column in task.init_args or ingest the data again."
         )
-    if facts.kind not in kinds:
+    if kinds is not None and facts.kind not in kinds:
         raise DataError(
             f"Column {name!r} of {data.path} holds {facts.kind} {facts.dtype}".rstrip()
             + f"; the {use} needs {' or '.join(kinds)}. Name another column in task.init_args or convert it."

@@ -263,13 +263,7 @@ def small_cnn(in_channels: int, num_classes: int, channels: int = 32, dropout: f
 
 
 class TutorialCnn(ImageClassification):
-    """Classifies small images by one convolution of 32 channels (3x3, no padding) and a hidden layer of 128 units.
-
-    Args:
-        num_classes: Number of classes; default: read from the data.
-        image: Column of images: arrays (height, width[, channels]) of uint8.
-        label: Column of class indices.
-    """
+    """Classifies small images by one convolution of 32 channels (3x3, no padding) and a hidden layer of 128 units."""
 
     def __init__(self, num_classes: int | None = None, image: str = "image", label: str = "label") -> None:
         super().__init__(num_classes=num_classes, image=image, label=label, train_accuracy=True)

@@ -43,16 +43,8 @@ that libjpeg decodes but TurboJPEG's interface has no name for.
 _PNG_MODES = ("1", "L", "P", "LA", "PA", "RGB", "RGBA", "I;16")
 """Modes of Pillow that a PNG file stores unchanged."""
 _ORIENTATION = 0x0112
-_TURNS: dict[int, tuple[bool, tuple[str, ...]]] = {
-    2: (False, ("x",)),
-    3: (False, ("y", "x")),
-    4: (False, ("y",)),
-    5: (True, ()),
-    6: (True, ("x",)),
-    7: (True, ("y", "x")),
-    8: (True, ("y",)),
-}
-"""By EXIF orientation: whether rows and columns are swapped, and which axes are reversed afterwards."""
+_X_FLIPS, _Y_FLIPS = (2, 3, 6, 7), (3, 4, 7, 8)
+"""EXIF orientations with reversed columns, and with reversed rows; from 5 on both are swapped before."""
 
 
 def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
@@ -355,8 +347,7 @@ def image_size(encoded: bytes, exif_orientation: bool) -> tuple[int, int] | None
     try:
         image = _open_image(encoded)
         size = image.height, image.width
-        is_turned = exif_orientation and _TURNS.get(_read_orientation(image), (False,))[0]
-        return size[::-1] if is_turned else size
+        return size[::-1] if exif_orientation and _read_orientation(image) > 4 else size
     except (OSError, ValueError, SyntaxError):
         return None
 
@@ -368,18 +359,17 @@ def _read_orientation(image: Any) -> int:
     except Exception:
         # EXIF data is separate from the image: a damaged block has no orientation, and the pixels are intact.
         return 1
-    return orientation if isinstance(orientation, int) and orientation in _TURNS else 1
+    return orientation if isinstance(orientation, int) and orientation in range(1, 9) else 1
 
 
 def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[int, int]) -> npt.NDArray[Any]:
     """Rotates and mirrors an image by its EXIF orientation; `axes` are those of rows (y) and columns (x)."""
     if orientation == 1:
         return values
-    swap, reverse = _TURNS[orientation]
-    y, x = axes
-    if swap:
-        values = values.swapaxes(y, x)
-    return np.ascontiguousarray(np.flip(values, tuple({"y": y, "x": x}[axis] for axis in reverse)))
+    if orientation > 4:
+        values = values.swapaxes(*axes)
+    flips = zip(axes, (_Y_FLIPS, _X_FLIPS), strict=True)
+    return np.ascontiguousarray(np.flip(values, tuple(axis for axis, flipped in flips if orientation in flipped)))
 
 
 IMAGE, MASK = "image", "mask"

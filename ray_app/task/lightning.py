@@ -49,19 +49,6 @@ _NEVER_CALLED = (
     "validation_epoch_end",
     "validation_step_end",
 )
-_LOG_OPTIONS = (
-    "prog_bar",
-    "logger",
-    "on_step",
-    "on_epoch",
-    "reduce_fx",
-    "enable_graph",
-    "sync_dist",
-    "sync_dist_group",
-    "add_dataloader_idx",
-    "batch_size",
-)
-"""Arguments of Lightning's `log` and `log_dict` after the values, in their order."""
 _VALIDATION_LOSSES = ("loss", "val_loss")
 
 
@@ -130,7 +117,8 @@ def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Ite
         if (metric := _metric_of(value, own_metrics)) is not None:
             logged.metrics[recorded] = metric
             return
-        options = {**dict(zip(_LOG_OPTIONS, flags, strict=False)), **options}
+        # Of Lightning's arguments after the value these are the fifth and the tenth.
+        options = {**dict(zip(("reduce_fx", "batch_size"), flags[4:10:5], strict=False)), **options}
         batch_size = options.get("batch_size")
         if batch_size is not None and rows is not None and int(batch_size) != rows:
             raise ValueError(

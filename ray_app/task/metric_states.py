@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -125,8 +126,11 @@ def states_of(metric: Metric) -> States:
             " of an evaluation, which is combined from the states of parts of the rows. Register what it counts in"
             " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
         )
+    # An update changes a tensor in place; to a list it appends others.
     return {
-        state_key(path, name): _copy_to_cpu(state)
+        state_key(path, name): [tensor.detach().cpu() for tensor in state]
+        if isinstance(state, list)
+        else state.detach().cpu().clone()
         for path, part in parts.items()
         for name, state in part.metric_state.items()
     }
@@ -157,17 +161,6 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
 def state_key(path: str, state: str) -> str:
     """Returns the key in `States` of a state of the part at a path: `state`, or `path.state` if the path is not ""."""
     return f"{path}.{state}" if path else state
-
-
-def _copy_to_cpu(state: Any) -> Any:
-    """Returns a state, which is a tensor or a list of tensors, on the CPU.
-
-    A tensor is cloned, since updates change it in place. The tensors of a list stay as they are, since updates append
-    others.
-    """
-    if isinstance(state, list):
-        return [tensor.detach().cpu() for tensor in state]
-    return state.detach().cpu().clone()
 
 
 def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
@@ -210,7 +203,7 @@ def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
     for path, part in metric_parts(metric).items():
         if type(part).__module__.partition(".")[0] == "torchmetrics":
             continue
-        excluded = _LIBRARY_ATTRIBUTES | part._defaults.keys()
+        excluded = _library_attributes() | part._defaults.keys()
         attributes = {name: value for name, value in vars(part).items() if name not in excluded}
         for name, value in {**attributes, **registered_buffers(part)}.items():
             try:
@@ -221,24 +214,10 @@ def attribute_fingerprints(metric: Metric) -> dict[str, bytes]:
     return fingerprints
 
 
-_TORCHMETRICS_ATTRIBUTES = (
-    "_update_count",
-    "_computed",
-    "_forward_cache",
-    "_cache",
-    "_is_synced",
-    "_to_sync",
-    "_should_unsync",
-    "_enable_grad",
-    "_device",
-    "_dtype_convert",
-    "_update_signature",
-    "_defaults",
-    "_persistent",
-    "_reductions",
-    "compute",
-    "distributed_available_fn",
-    "update",
-)
-_LIBRARY_ATTRIBUTES = frozenset([*vars(nn.Module()), *_TORCHMETRICS_ATTRIBUTES])
-"""Attributes that each metric has from torch and torchmetrics, which change them."""
+@cache
+def _library_attributes() -> frozenset[str]:
+    """Returns the attributes that each metric has from torch and torchmetrics, which change them."""
+    from torchmetrics import Metric
+
+    plain = type("PlainMetric", (Metric,), {"update": lambda metric: None, "compute": lambda metric: None})
+    return frozenset(vars(plain()))

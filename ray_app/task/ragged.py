@@ -64,9 +64,9 @@ class Ragged:
         """Returns the rows cut to a length; the same object if no row is longer."""
         if not (self.lengths > max_length).any():
             return self
-        return self._like(self.row(i)[:max_length] for i in range(len(self)))
+        return self.like(self.row(i)[:max_length] for i in range(len(self)))
 
-    def _like(self, rows: Iterable[npt.NDArray]) -> Ragged:
+    def like(self, rows: Iterable[npt.NDArray]) -> Ragged:
         """Returns other rows with the type and the padding of this field."""
         return Ragged.of(rows, self.values.dtype, self.fill, self.multiple, self.row_shape)
 
@@ -108,7 +108,7 @@ class Ragged:
                 return Ragged(self.values, self.offsets[low : max(low, high) + 1], self.fill, self.multiple)
             rows = np.arange(low, high, step)
         if isinstance(rows, np.ndarray) and rows.ndim:
-            return self._like(self.row(i) for i in np.arange(len(self))[rows])
+            return self.like(self.row(i) for i in np.arange(len(self))[rows])
         index = operator.index(rows)
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} rows")
@@ -177,11 +177,6 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
 def to_array(values: Tensor) -> npt.NDArray:
     """Returns a tensor on the CPU as an array; NumPy has no bfloat16."""
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-
-
-def repeat_rows(values: Field) -> Field:
-    """Returns the rows twice, one copy after the other."""
-    return concat_ragged([values, values]) if isinstance(values, Ragged) else np.concatenate([values, values])
 
 
 def concat_fields(parts: Sequence[Field]) -> Field:

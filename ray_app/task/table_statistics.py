@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.task.fields import describe_gaps
+from ray_app.task.fields import describe_gaps, need_column
 from ray_app.task.table_encoding import (
     PARTS,
     category_text,
@@ -222,12 +222,7 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
             left_out[name] = f"{data.columns[name].kind}, a {name} by its name; task.init_args.features can name it"
         names = [name for name in names if name not in left_out]
     for name in names:
-        facts = data.columns.get(name)
-        if facts is None:
-            raise DataError(
-                f"{data.path} has no column {name!r} for the features; its columns are"
-                f" {', '.join(sorted(data.columns))}. Name another column in task.init_args or ingest the data again."
-            )
+        facts = need_column(data, name, None, "features", may_lack=True)
         is_named = settings.features is not None
         if name in settings.dates:
             _need_kind(data, name, facts, facts.kind == "text" or facts.is_date, "a date, a time, or text")

@@ -32,10 +32,38 @@ Categories = list[str] | Literal["auto"]
 _NUMBERS = ("number", "integer")
 
 
-class _Tabular(Task):
+class TabularTask(Task):
     """Base of both tabular tasks: encodes the features of a row as numbers and categories, and builds the network.
 
     `prepare` computes the encoding (`ray_app.task.table_encoding`) from the rows that are trained on, as `fitted`.
+
+    Args:
+        label: Column to predict.
+        features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
+            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
+            in which few values repeat.
+        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
+            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
+        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
+        scale: Numbers are divided by it.
+        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
+            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
+            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
+            median and such an input for numbers and dates, and a category of its own for text.
+        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
+            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
+        dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
+            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
+            for dates and texts that are all dates: seconds, month, day, weekday and hour.
+        log: Columns of numbers to take ln(1 + value) of.
+        standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
+            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
+            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3. The
+            target of a regression is standardized, too, unless this is false; losses, metrics and predictions are in
+            its own unit.
+        embedding: Width of an embedding of each category; default: categories are one-hot.
+        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
+            Evaluation data has the column, too, although evaluation does not use it.
     """
 
     weights: list[float] | None = None
@@ -67,7 +95,7 @@ class _Tabular(Task):
         self.standardize, self.embedding = standardize, embedding
         self.inputs = self.rows = 0
 
-    def prepare(self, data: DataFacts) -> _Tabular:
+    def prepare(self, data: DataFacts) -> TabularTask:
         """Computes the encoding from the data, unless the task has it, and counts the inputs; see `Task.prepare`."""
         need_sample_weights(data, self.sample_weight, [self.label])
         prepared = copy.copy(self)
@@ -111,10 +139,6 @@ class _Tabular(Task):
     def targets(self) -> list[str]:
         """Returns the column of labels, and that of the weights of rows; see `Task.targets`."""
         return [self.label, *self.weight_columns()]
-
-    def weight_columns(self) -> list[str]:
-        """Returns the column of the weights of rows, if one is named."""
-        return [] if self.sample_weight is None else [self.sample_weight]
 
     @property
     def encoding(self) -> dict[str, Any] | None:
@@ -214,34 +238,13 @@ def mean_over_members(loss: Callable[[Tensor, Batch], Tensor], outputs: Tensor, 
     return loss(outputs.flatten(0, 1), repeated).reshape(members, -1).mean(0)
 
 
-class TabularClassification(Classification, _Tabular):
+class TabularClassification(Classification, TabularTask):
     """Classifies rows of a table; the 784-256-256-10 network of the guides is one configuration of it.
+
+    Arguments that are not listed are those of `TabularTask`.
 
     Args:
         label: Column of class indices.
-        features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
-            in which few values repeat.
-        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
-            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
-        scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
-            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
-            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
-            median and such an input for numbers and dates, and a category of its own for text.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
-            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
-        dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
-            for dates and texts that are all dates: seconds, month, day, weekday and hour.
-        log: Columns of numbers to take ln(1 + value) of.
-        standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
-            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3.
-        embedding: Width of an embedding of each category; default: categories are one-hot.
-        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
-            Evaluation data has the column, too, although evaluation does not use it.
         num_classes: Number of classes; default: read from the data.
         class_weights: The weight of each class in the training loss: a number for each class, or `balanced`, by which
             all classes have the same weight in sum. Evaluation does not use it.
@@ -267,7 +270,7 @@ class TabularClassification(Classification, _Tabular):
         sample_weight: str | None = None,
     ) -> None:
         columns = (missing, categories, dates, log, standardize, embedding, sample_weight)
-        _Tabular.__init__(self, label, features, hidden, dropout, scale, *columns)
+        TabularTask.__init__(self, label, features, hidden, dropout, scale, *columns)
         self.num_classes, self.class_weights = num_classes, class_weights
         self.weights = None
         self.train_accuracy = train_accuracy
@@ -290,41 +293,19 @@ class TabularClassification(Classification, _Tabular):
         return mean_over_members(super().loss, outputs, batch)
 
 
-class TabularRegression(_Tabular):
+class TabularRegression(TabularTask):
     """Predicts a number from the other columns of a table, with squared error.
+
+    Arguments that are not listed are those of `TabularTask`.
 
     Args:
         label: Column of numbers to predict.
-        features: Columns to predict it from: numbers, arrays (flattened), and text as categories; default: all others
-            of these kinds but index columns, integers that identify their rows, `row_id`, `label`, `target`, and text
-            in which few values repeat.
-        hidden: Width of every hidden layer. Default: a network that fits tables, with its optimizer, batch size and
-            epochs unless the configuration has these (docs/start/tables.md); with `scale` [256, 256].
-        dropout: Probability of a zeroed activation after every hidden layer. Default: 0.3 in the default network, or 0.
-        scale: Numbers are divided by it.
-        missing: What becomes of a missing value, by column, and as `default` for the others: auto, refuse, mean,
-            median, indicator (the mean, and a further input that says that it was missing), category (a category of its
-            own), or {constant: VALUE}. Statistics are of the rows that are trained on. Default: auto, which is the
-            median and such an input for numbers and dates, and a category of its own for text.
-        categories: Columns of text, booleans or integers that are categories, or auto: columns of text in which values
-            repeat, the 256 most frequent of them. A value that the rows to train on lack is the category other.
-        dates: Parts of columns of dates, times or ISO 8601 texts, by column: year, month, day, weekday (0 is Monday),
-            hour, minute, all in UTC, and seconds, those since the first date of the rows that are trained on. Default
-            for dates and texts that are all dates: seconds, month, day, weekday and hour.
-        log: Columns of numbers to take ln(1 + value) of.
-        standardize: Whether numbers and parts of dates get mean 0 and standard deviation 1 over the rows that are
-            trained on, after missing values are filled and logarithms taken; or the columns for which they do. Default:
-            unless `scale` is set, median 0 and an interquartile range like that of such numbers, within -3 and 3. The
-            target is standardized, too, unless this is false; losses, metrics and predictions are in its own unit.
-        embedding: Width of an embedding of each category; default: categories are one-hot.
-        sample_weight: Column with the weight of each row in the training loss, numbers of at least 0. It is no feature.
-            Evaluation data has the column, too, although evaluation does not use it.
     """
 
     best_metric: ClassVar[str] = "rmse"
     best_mode: ClassVar[str] = "min"
 
-    def prepare(self, data: DataFacts) -> _Tabular:
+    def prepare(self, data: DataFacts) -> TabularTask:
         """Names the features and checks the label; see `Task.prepare`."""
         need_column(data, self.label, _NUMBERS, "label")
         return super().prepare(data)

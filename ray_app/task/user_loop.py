@@ -253,7 +253,7 @@ class LoopTask(BatchTask):
             rows: [image, label]
             target: label
 
-    docs/loop.md has such a script.
+    docs/loop.md has such a script. Arguments that are not listed are those of `ModuleTask`.
 
     Args:
         train: Import path of the function that is called with the loop, and with `settings`, in every worker.
@@ -265,16 +265,8 @@ class LoopTask(BatchTask):
             these are combined over all rows. Needed for `data.eval_path`.
         target: Column that a prediction lacks; default: a prediction has all columns. The model is called with the
             other columns in their order.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        mean: See `ModuleTask`.
-        std: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
         best_metric: The mean of `evaluate` that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
-        exif_orientation: See `ModuleTask`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("train", "evaluate")

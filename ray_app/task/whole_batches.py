@@ -44,20 +44,14 @@ class Evaluated(NamedTuple):
 class BatchTask(ModuleTask):
     """Reads and decodes as `ModuleTask` does, and evaluates by `eval_outputs` of the derived class.
 
+    Arguments that are not listed are those of `ModuleTask`.
+
     Args:
         module: The model, or a function that returns one.
         batch: Columns of a batch, as a tuple or by the names in a dictionary; `COLUMN.mask` as in `ModuleTask`.
         target: Column that a prediction lacks; default: a prediction has all columns.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        mean: See `ModuleTask`.
-        std: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
         best_metric: The mean of an evaluation that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
-        exif_orientation: See `ModuleTask`.
     """
 
     def __init__(

@@ -80,8 +80,3 @@ class LockInGroups(torch.optim.SGD):
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr)
         self.param_groups[0]["lock"] = threading.Lock()
-
-
-def not_a_number(step: int) -> float:
-    """Returns a factor that is NaN from the first step on."""
-    return float("nan") if step else 1.0

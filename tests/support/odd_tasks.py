@@ -44,9 +44,6 @@ def normalized(norm: str) -> nn.Module:
     layers: dict[str, list[nn.Module]] = {
         "batch": [nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)],
         "frozen": [nn.Linear(4, 6), nn.BatchNorm1d(6).requires_grad_(False), nn.Linear(6, 2)],
-        "group": [nn.Linear(4, 6), nn.GroupNorm(6, 6), nn.Linear(6, 2)],
-        "groups of two": [nn.Linear(4, 6), nn.GroupNorm(3, 6), nn.Linear(6, 2)],
-        "layer": [nn.Linear(4, 1), nn.LayerNorm(1), nn.Linear(1, 2)],
         "spatial": [nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(4, 2)],
     }
     return nn.Sequential(*layers[norm])

@@ -174,7 +174,8 @@ def _plan_csv(callback: Any) -> CallbackPlan:
 
     def write(history: Any) -> None:
         header, *rows = _table_lines(history, callback.sep)
-        before = _read_lines(path) if callback.append else []
+        has_more = callback.append and path.exists()
+        before = path.read_bytes().decode().splitlines(keepends=True) if has_more else []
         # A run that was continued has the epochs of its earlier calls again.
         written = max(count for count in range(len(rows) + 1) if before[len(before) - count :] == rows[:count])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,14 +200,6 @@ def _table_lines(history: Any, separator: str) -> list[str]:
     for epoch, values in enumerate(history.result.epochs()):
         writer.writerow({"epoch": epoch, **values, **{name: one[epoch] for name, one in complete.items()}})
     return text.getvalue().splitlines(keepends=True)
-
-
-def _read_lines(path: Path) -> list[str]:
-    """Returns the lines of a file with their ends; an empty list if the file does not exist."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return file.readlines()
 
 
 def _plan_schedule(callback: Any) -> CallbackPlan:

@@ -19,11 +19,6 @@ from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
 
-def merges_itself(metric: Any) -> bool:
-    """Returns whether a metric of Keras has a method of its own that adds the states of others, `merge_state`."""
-    return callable(getattr(metric, "merge_state", None))
-
-
 class KerasMetric(Metric):
     """A metric of Keras; its states are the variables of that metric.
 
@@ -43,7 +38,8 @@ class KerasMetric(Metric):
         self._metric: Callable[[], Any] = lambda: metric
         # torchmetrics makes this attribute of a class constant, and Keras has it of an object.
         vars(self)["higher_is_better"] = library.is_higher_better(metric)
-        self._is_merged = merges_itself(metric)
+        # It may have a method of its own that adds the states of others.
+        self._is_merged = callable(getattr(metric, "merge_state", None))
         self._count = len(metric.variables)
         if self._is_merged:
             self.add_state("parts", [], "cat")

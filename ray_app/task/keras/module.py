@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,24 +87,24 @@ class KerasModule(nn.Module):
         for variable, is_parameter in library.weights_of(program):
             self._register(variable, is_parameter)
         for path, module in library.wrapped_modules(program):
-            for name, owner, key in _buffers_of(module):
-                self._add_slot(f"{path}/{name}", owner[key], _setter_of(owner, key), is_parameter=False)
+            for part_path, part in module.named_modules():
+                buffers = registered_buffers(part)
+                for key, tensor in buffers.items():
+                    name = "/".join(filter(None, (path, part_path, key)))
+                    if tensor is not None:
+                        self._add_slot(name, tensor, partial(operator.setitem, buffers, key), is_parameter=False)
         self._generators = library.seed_generators(program)
         # The metrics by their names, once a batch has gone through this object: Keras makes them then.
         self._metrics: dict[str, Any] | None = None
 
     def _register(self, variable: Any, is_parameter: bool) -> None:
         """Registers a variable; one that no optimizer trains gets a plain tensor of the same memory."""
-
-        def bind(tensor: Tensor) -> None:
-            library.bind_tensor(variable, tensor)
-
         tensor = library.tensor_of(variable)
         if is_parameter and not isinstance(tensor, nn.Parameter):
             tensor = nn.Parameter(tensor.detach(), requires_grad=variable.trainable)
         elif not is_parameter:
             tensor = tensor.detach()
-        name = self._add_slot(variable.path, tensor, bind, is_parameter)
+        name = self._add_slot(variable.path, tensor, partial(library.bind_tensor, variable), is_parameter)
         if is_parameter:
             self._variables[name] = variable
 
@@ -287,21 +289,6 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
         return values.movedim(-1, 1)
     # `len` would fix the number of rows in an exported program.
     return values.reshape(-1, *shape)
-
-
-def _buffers_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yields the buffers of a PyTorch module: the name, and the dictionary that has the tensor with its key."""
-    for path, part in module.named_modules():
-        for key, tensor in registered_buffers(part).items():
-            if tensor is not None:
-                yield f"{path}/{key}".lstrip("/"), registered_buffers(part), key
-
-
-def _setter_of(owner: dict[str, Any], key: str) -> Callable[[Tensor], None]:
-    def set_tensor(tensor: Tensor) -> None:
-        owner[key] = tensor
-
-    return set_tensor
 
 
 def refuse_steps(program: Any) -> None:

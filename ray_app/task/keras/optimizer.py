@@ -189,7 +189,7 @@ class KerasOptimizer(Optimizer):
                 " of Keras has one. Leave lr out of optimizer.groups, or name an optimizer of torch.optim."
             )
         with library.device_scope(moved[0].device):
-            if self._keras is None or not _are_same(self._variables, parameters):
+            if self._keras is None or [*map(id, self._variables)] != [*map(id, parameters)]:
                 self._build(parameters)
             self._bind(parameters)
             if (rate := rates.pop()) != self._rate:
@@ -207,15 +207,12 @@ class KerasOptimizer(Optimizer):
         self._variables = {}
         for number, (p, group) in enumerate(zip(parameters, groups, strict=True)):
             self._variables[p] = _make_variable(p, number, group)
-        fixed = [v for p, v in self._variables.items() if not self._group_of(p)["decays"]]
+        fixed = [self._variables[p] for group in self.param_groups if not group["decays"] for p in group["params"]]
         if fixed:
             optimizer.exclude_from_weight_decay(var_list=fixed)
         optimizer.build(list(self._variables.values()))
         self._keras = optimizer
         self._slots = _find_slots(optimizer, parameters)
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
 
     def _bind(self, parameters: list[Tensor]) -> None:
         """Gives Keras' variables the tensors of the state, and makes the state of parameters without one."""
@@ -242,10 +239,6 @@ class KerasOptimizer(Optimizer):
             for p in parameters[1:]:
                 if name not in self.state[p]:
                     self.state[p][name] = value.clone()
-
-
-def _are_same(one: Iterable[Tensor], other: Iterable[Tensor]) -> bool:
-    return [id(p) for p in one] == [id(p) for p in other]
 
 
 def _make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any:

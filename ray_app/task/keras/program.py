@@ -37,13 +37,6 @@ def spec_of_program(model: str | Spec, field: str = _FIELD, result: str = "a com
     return spec
 
 
-def load_json(path: str) -> Any:
-    """Returns the model that a file holds as JSON, with new weights; its `to_json` has what it was compiled with."""
-    keras = library.import_keras()
-    with open(path, encoding="utf-8") as file:
-        return keras.models.model_from_json(file.read())
-
-
 def load_saved(path: str, custom_objects: dict[str, str] | None = None) -> Any:
     """Returns the compiled model of a `.keras` file on a disk or in a bucket.
 

@@ -20,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, Rows
+from ray_app.task.base import Batch
 from ray_app.task.images import IMAGE
 from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import plan_configuration
@@ -65,12 +65,11 @@ class KerasTask(BatchTask):
     The model gets columns as they are stored: numbers as float32, integers, arrays, lists padded to the longest of a
     micro-batch. Encoded images, and arrays of uint8 with two or three axes, are float32 from 0 to 255, channels last
     unless the program has set `channels_first`. Where the model declares the shape of an input, a row of as many values
-    gets it.
+    gets it. Arguments that are not listed are those of `ModuleTask`.
 
     Args:
         model: Import path of the function, with arguments as `{class_path: ..., init_args: {...}}`. The class path
-            `keras.saving.load_model` with `filepath` loads a compiled model of a `.keras` file, and
-            `ray_app.task.keras.program.load_json` with `path` makes one of a file with its `to_json`.
+            `keras.saving.load_model` with `filepath` loads a compiled model of a `.keras` file.
         inputs: The column of the input; a list of columns for several inputs in their order, which become one side by
             side if the model has one input; or columns by the names of inputs.
         target: The column of the target; a list for several outputs, or columns by the names of outputs. Null if the
@@ -78,17 +77,11 @@ class KerasTask(BatchTask):
         sample_weight: Column with the weight of each row, as `fit` takes it.
         class_weight: The weight of each class in training, as `fit` takes it.
         scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
-        transforms: See `ModuleTask`.
-        evaluate_transforms: See `ModuleTask`.
-        pad_with: See `ModuleTask`.
-        pad_to: See `ModuleTask`.
-        max_length: See `ModuleTask`.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
         callbacks: Import path of a function that returns callbacks of Keras, with arguments as `model`. What has a
             counterpart becomes fields of the configuration where these are at their defaults, and a line says which;
             what has none is refused.
-        exif_orientation: See `ModuleTask`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
@@ -115,19 +108,9 @@ class KerasTask(BatchTask):
         callbacks: str | Spec | None = None,
     ) -> None:
         columns, targets = _names_in(inputs), _names_in(target)
-        super().__init__(
-            program.spec_of_program(model),
-            list(dict.fromkeys([*columns, *targets])),
-            None,
-            transforms=transforms,
-            evaluate_transforms=evaluate_transforms,
-            pad_with=pad_with,
-            pad_to=pad_to,
-            max_length=max_length,
-            best_metric=best_metric,
-            best_mode=best_mode,
-            exif_orientation=exif_orientation,
-        )
+        batch, lists = list(dict.fromkeys([*columns, *targets])), (pad_with, pad_to, max_length)
+        reading = (transforms, evaluate_transforms, None, None, *lists, best_metric, best_mode, exif_orientation)
+        super().__init__(program.spec_of_program(model), batch, None, *reading)
         _need_columns(inputs, columns, class_weight, sample_weight, scale)
         self.model_inputs = inputs
         self.model_target = target
@@ -231,10 +214,6 @@ class KerasTask(BatchTask):
         """Returns the columns that a prediction does not read, see `Task.targets`."""
         return [name for name in self.columns() if name not in self.columns_of_model()]
 
-    def weight_columns(self) -> list[str]:
-        """Returns the column of the weights of rows, if one is named."""
-        return [] if self.sample_weight is None else [self.sample_weight]
-
     def build_model(self) -> nn.Module:
         """Calls the function of the program, and returns its model as a module."""
         return self._build()
@@ -250,13 +229,9 @@ class KerasTask(BatchTask):
         """Returns batches of zeros, of which lists have several lengths."""
         has_lists = any(kind == "list" for kind, _, _ in self.column_types.values())
         lengths = _SAMPLE_LENGTHS if has_lists else _SAMPLE_LENGTHS[:1]
-        return [self._keras_batch(to_batch(self.decode(self._zero_rows(length))), False) for length in lengths]
-
-    def _zero_rows(self, length: int) -> Rows:
-        """Returns rows of zeros as read, with lists of a length."""
-        return {
-            name: _zeros(kind, dtype, tuple(shape), length) for name, (kind, dtype, shape) in self.column_types.items()
-        }
+        columns = self.column_types.items()
+        rows = ({name: _zeros(kind, dtype, shape, n) for name, (kind, dtype, shape) in columns} for n in lengths)
+        return [self._keras_batch(to_batch(self.decode(zeros)), False) for zeros in rows]
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch as the model gets it."""
@@ -417,12 +392,12 @@ def _type_of(column: ColumnFacts) -> list[Any]:
     return [column.kind, dtype, list(column.shape)]
 
 
-def _zeros(kind: str, dtype: str, shape: tuple[int, ...], length: int) -> Any:
+def _zeros(kind: str, dtype: str, shape: list[int], length: int) -> Any:
     """Returns rows of zeros of a column as read."""
     if kind == "bytes":
         image = io.BytesIO()
         Image.new("RGB", (_PICTURE_SIZE, _PICTURE_SIZE)).save(image, "PNG")
         return [image.getvalue()] * _SAMPLE_ROWS
     if kind == "list":
-        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=shape)
+        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=tuple(shape))
     return np.zeros((_SAMPLE_ROWS, *shape), dtype or ("float32" if kind == "number" else "int64"))

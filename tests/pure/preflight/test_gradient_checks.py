@@ -201,34 +201,6 @@ def test_options_of_log_that_would_be_ignored_are_refused(tmp_path: Path, how: s
         lightning_warnings(tmp_path, how)
 
 
-def test_the_r2_score_of_one_evaluation_row_is_refused(tmp_path: Path) -> None:
-    init_args = {"metrics": {"r2": {"class_path": "torchmetrics.regression.R2Score"}}}
-    with pytest.raises(
-        ConfigError, match=r"(?s)of the 1 row of data\.eval_path: .*Give it more rows, or leave the metric out"
-    ):
-        evaluation_warnings(tmp_path, [1.0], init_args)
-
-
-def evaluation_warnings(folder: Path, target: list[float], init_args: dict[str, Any]) -> tuple[str, ...]:
-    data = write(folder / "train", x=[i / 16 for i in range(16)], y=[float(i % 2) for i in range(16)])
-    eval_data = write(folder / "eval", x=[i / len(target) for i in range(len(target))], y=target)
-    arguments = {"model": {"class_path": HERE + "Parts"}, "inputs": ["x"], "target": "y", **init_args}
-    arguments.setdefault("loss", {"class_path": "torch.nn.BCEWithLogitsLoss"})
-    return prepare(config_of(data, MODULE, arguments, {"lr": 0.1}, data__eval_path=str(eval_data))).warnings
-
-
-AUROC = {"metrics": {"auroc": {"class_path": "torchmetrics.classification.BinaryAUROC"}}}
-
-
-def test_auroc_of_few_evaluation_rows_of_one_class_is_warned_of(tmp_path: Path) -> None:
-    [warning] = evaluation_warnings(tmp_path, [1.0] * 16, AUROC)
-    assert warning.startswith("torchmetrics says of the 16 rows of data.eval_path: No negative samples in targets")
-
-
-def test_evaluation_data_with_two_classes_causes_no_warning(tmp_path: Path) -> None:
-    assert evaluation_warnings(tmp_path, [*[1.0] * 16, 0.0], AUROC) == ()
-
-
 def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
     del weights, kappa
     return Parts()

@@ -35,17 +35,17 @@ LISTED = {
     "torch.nn.NLLLoss": {"nll_loss2d_forward"},
     "torch.nn.CTCLoss": {"_ctc_loss_backward"},
     "torch.nn.EmbeddingBag": {"_embedding_bag_dense_backward"},
-    "torch.Tensor.put_": {"put", "put_"},
+    "torch.Tensor.put_": {"put"},
     "torch.histc": {"histc"},
     "torch.bincount": {"bincount"},
     "torch.median": {"median", "nanmedian"},
     "torch.nn.functional.grid_sample": {"grid_sampler_2d_backward", "grid_sampler_3d_backward"},
-    "torch.Tensor.scatter_reduce": {"scatter_reduce", "scatter_reduce_", "scatter", "scatter_"},
+    "torch.Tensor.scatter_reduce": {"scatter_reduce", "scatter"},
 }
 """The operations that belong to each entry of the documentation."""
 # The kernels of these operations refuse, or add atomically, without an entry in the documentation.
 NOT_LISTED = {
-    *{"adaptive_max_pool3d_backward", "index_reduce", "index_reduce_"},
+    *{"adaptive_max_pool3d_backward", "index_reduce"},
     *{"_roi_pool_backward", "_ps_roi_align_backward", "_ps_roi_pool_backward", "_deform_conv2d_backward"},
 }
 NOT_ON_A_GPU = ("MPS tensor", "an MPS", "quantized tensor")

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from ray_app import load_config
 from ray_app.errors import ConfigError
-from ray_app.preflight import context
-from ray_app.preflight.context import RowProbe
+from ray_app.preflight import rare_rows
 from ray_app.preflight.metric_checks import MAX_ROWS
 from ray_app.preflight.prepare import prepare
 from ray_app.task.base import Batch
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import Ragged
 
 ROWS, LONG = 300, 200
 BERT = {
@@ -102,34 +100,12 @@ def test_a_row_above_the_cost_limit_is_skipped_and_logged(
     assert f"data.path {path}: Rows of {LONG} numbers in 'tokens' or 'tags' cannot be trained on" in refusal_of(
         tmp_path, task, path
     )
-    monkeypatch.setattr(context, "MAX_OPERATIONS", 1e6)
+    monkeypatch.setattr(rare_rows, "MAX_OPERATIONS", 1e6)
     start(tmp_path, task, path)
     messages = [record.message for record in caplog.records if "is not tried before the start" in record.message]
     assert len(messages) == 2, "one message for the training data and one for the evaluation data"
     assert messages[0].startswith(
         f"The longest row of data.path {path} ({2 * LONG} numbers) is not tried before the start: it would take about"
-    )
-
-
-class _StateWithModel:
-    """A training state with a model and without optimizers that take turns."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.turns = model, None
-
-    def train(self) -> None:
-        self.model.train()
-
-
-def test_the_cost_limit_applies_to_the_operations_of_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False))
-    row_probe = RowProbe(ModuleTask.__new__(ModuleTask), _StateWithModel(model))  # type: ignore[arg-type]
-    rows = {"tokens": Ragged.of([[1] * 30, [1] * 30], np.int64)}
-    monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60)
-    assert context.explain_cost(row_probe, rows) is None
-    monkeypatch.setattr(context, "MAX_OPERATIONS", 2 * 100 * 60 - 1)
-    assert str(context.explain_cost(row_probe, rows)).startswith(
-        "about 1.2e+04 operations; a dry run takes at most 1e+04"
     )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from ray_app.preflight.purity import find_impurities
+from ray_app.task.base import Rows
 from ray_app.task.configured_arguments import make_loss
 from ray_app.task.module import ModuleTask
+from ray_app.task.ragged import Arrays
 from tests.support import impure_tasks
 from tests.support.impure_tasks import Impure
 from tests.support.local_world import make_job, write_images
@@ -46,16 +50,29 @@ def line_of(code: str) -> str:
             f"augment draws from a generator made without a seed (numpy.random.default_rng)"
             f" {line_of('default_rng().random')}augment)",
         ),
-        (
-            "transform",
-            "augment draws from a generator of its own, Impure.transform.random_generator. Draw from the keys",
-        ),
+        ("transform", "augment gives something else when it is called again"),
         ("kept", "training_loss gives something else when it is called again"),
     ],
 )
 def test_preflight_names_impure_code(impurity: str, expected: str, tmp_path: Path) -> None:
     [message] = impurities_of(tmp_path, impurity)
     assert message.startswith(expected)
+
+
+class DrawingTask(Impure):
+    """Draws in `decode_training` from the global generator of NumPy."""
+
+    def decode_training(self, rows: Rows, keys: npt.NDArray[np.int64]) -> Arrays:
+        np.random.rand()
+        return self.decode(rows)
+
+
+def test_a_draw_in_training_alone_is_named(tmp_path: Path) -> None:
+    job = make_job(
+        tmp_path / "run", write_images(tmp_path / "data", [[8], [8]]), logical_workers=2, batch=4, task=DrawingTask()
+    )
+    [message] = find_impurities(job)
+    assert message.startswith("decode_training draws from NumPy's generator (numpy.random) (test_purity.py, line")
 
 
 def test_a_pure_task_has_no_impurities(tmp_path: Path) -> None:
