@@ -46,6 +46,7 @@ from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
+from ray_app.track.mlflow_client import mlflow_key
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState
@@ -165,7 +166,7 @@ def _note_target_range(job: Job, task: ModuleTask, model: nn.Module, fields: Bat
 
 
 def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
-    """Refuses metrics that fail for any rows, or lack the one of the best checkpoint."""
+    """Refuses metrics that fail for any rows, share a name in MLflow, or lack the one of the best checkpoint."""
     task, metric = job.task, job.best_metric
     try:
         metric_names = sorted({"loss", *combine(task, chunks).values})
@@ -177,6 +178,13 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
             str(error).splitlines()[0],
         )
         metric_names = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
+    keys: dict[str, str] = {}
+    for name in metric_names:
+        if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
+            raise ConfigError(
+                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}. Give one of them another"
+                " name, of letters, digits and '_-. :/'."
+            )
     if metric not in metric_names:
         source = (
             "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"

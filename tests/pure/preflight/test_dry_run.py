@@ -131,6 +131,30 @@ def test_an_error_in_a_metric_is_refused_and_too_few_rows_are_logged(
         dry_run_task(tmp_path / "typo", SpreadTask("unused"), **fields)
 
 
+class SimilarMetricsTask(TinyImages):
+    """A task of metrics with similar names."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def metrics(self) -> MetricCollection:
+        return MetricCollection({name: super(SimilarMetricsTask, self).metrics()["accuracy"] for name in self.names})
+
+
+LONG = "m" * 250
+
+
+@pytest.mark.parametrize("names", [("top@1", "top_1"), (LONG + "a", LONG + "b"), ("of//rows", "of__rows")])
+def test_metrics_with_the_same_name_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"The metrics '{names[0]}' and '{names[1]}' have one name in MLflow, 'eval_"):
+        dry_run_task(tmp_path, SimilarMetricsTask(*names), evaluate__metric="loss")
+
+
+def test_metrics_with_different_names_in_mlflow_are_accepted(tmp_path: Path) -> None:
+    dry_run_task(tmp_path, SimilarMetricsTask("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"))
+
+
 def test_a_mean_loss_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
         dry_run_task(tmp_path, "loss")
