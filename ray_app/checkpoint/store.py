@@ -303,10 +303,13 @@ class CheckpointStore:
             raise
 
     def discard(self, commit: Commit) -> None:
-        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all."""
+        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all.
+
+        `WRITER.json` stays, so that no other attempt takes the plain names while the first one may still write.
+        """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if not (folder / COMMIT).exists():
-            remove_tree(folder)
+            _remove_files(folder, {WRITER})
 
     def commits(self) -> list[Commit]:
         """Returns all committed checkpoints that are neither bad, damaged nor of another version, by step and fence."""
@@ -479,6 +482,11 @@ def _remove_leftovers(folder: Location) -> None:
     """Removes the files in the directory of a checkpoint that other attempts to write it have left."""
     commit = parse_commit(folder.name, (folder / COMMIT).read_bytes())
     kept = {COMMIT, WRITER, SUSPECT, _BAD, *(f"{commit.prefix}{name}" for name in commit.files)}
+    _remove_files(folder, kept)
+
+
+def _remove_files(folder: Location, kept: set[str]) -> None:
+    """Removes the files in a directory, temporary ones included, except the `kept` ones."""
     for name in set(list_files(folder)) - kept:
         (folder / name).unlink(missing_ok=True)
     remove_temporary(folder)
