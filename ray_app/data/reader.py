@@ -540,18 +540,29 @@ class Decoded:
     reasons: dict[int, str]
 
 
-def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
-    manifest = source.manifest
-    columns = Columns(source.fields, manifest.num_rows)
+def take_rows(rows: RowStream, fields: dict[str, ArraySpec], positions: npt.NDArray[np.int64]) -> Decoded:
+    """Returns the next rows of a stream; raises DataError unless they are those at the manifest positions, in order.
+
+    Each table is copied to its part of the fields as it arrives and is then freed, so that the rows are in memory only
+    once.
+    """
+    columns = Columns(fields, len(positions))
     reasons: dict[int, str] = {}
     done = 0
-    for table in fetch(source.reader, plan_all_reads(manifest, source.task_rows)):
-        positions = np.arange(done, done + table.num_rows)
-        check_positions(table, positions)
-        reasons |= read_reasons(table, positions)
+    while done < len(positions):
+        table = rows.next(len(positions) - done)
+        expected = positions[done : done + table.num_rows]
+        check_positions(table, expected)
+        reasons |= read_reasons(table, expected)
         columns.add(table)
         done += table.num_rows
-    if done != manifest.num_rows:
-        raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
     return Decoded(columns.all(), reasons)
+
+
+def load_all(fetch: Fetch, source: RowSource) -> Decoded:
+    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
+    tables = fetch(source.reader, plan_all_reads(source.manifest, source.task_rows))
+    decoded = take_rows(RowStream(tables), source.fields, np.arange(source.manifest.num_rows))
+    for table in tables:
+        check_positions(table, np.empty(0, np.int64))
+    return decoded
