@@ -254,7 +254,8 @@ class DiskCache:
     """
 
     def __init__(self, folder: Path, reader: Reader, index: int, rows: int) -> None:
-        self._folder, self._index, self._rows = folder, index, rows
+        self._folder = folder
+        self._index, self._rows = index, rows
         self._schema, self._batch_rows = reader.schema, rows_per_task(reader.fields, _BATCH_BYTES / 1e6)
         self._is_open, self._is_full = True, False
 
