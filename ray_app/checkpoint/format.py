@@ -140,30 +140,6 @@ def _refusal(name: str, error: Exception) -> Exception:
     return CheckpointError(f"{name} is refused: {error}")
 
 
-def has_same_values(one: bytes, other: bytes) -> bool:
-    """Returns whether two contents of `training.pt` have equal values.
-
-    Their bytes may differ, because pickle writes a second occurrence of the same object as a reference, and of an equal
-    object in full.
-    """
-    try:
-        return _equal(*(torch.load(io.BytesIO(data), weights_only=True) for data in (one, other)))
-    except Exception:
-        # torch may raise any error for a damaged file.
-        return False
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Returns whether two nested values are equal, their tensors in dtype, shape and every byte."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes_of(one) == _bytes_of(other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
 def params_digest(model: dict[str, Tensor]) -> str:
     """Returns the SHA-256 over name, dtype, shape and bytes of every tensor, in the order of their names."""
     sha = hashlib.sha256()

@@ -4,8 +4,9 @@ A directory without a valid `COMMIT.json` is not a checkpoint. Loading takes the
 of several of this step, the one with the highest fence, and verifies the digest of every file. It skips a checkpoint
 that it cannot use and takes the next one; a checkpoint with changed bytes is marked bad.
 
-Two workers may write the same checkpoint at the same time: one that leaves its node, and the next rank 0. So a file is
-put only if it is absent, and no file is moved, appended to, or replaced before the commit.
+Two workers may write the same checkpoint at the same time: one that leaves its node, and the next rank 0. So every
+attempt has files of its own. The first one takes the plain names by `WRITER.json`; those of each other one begin with a
+prefix, which `COMMIT.json` has. Only these two files are put if they are absent, and no file is replaced.
 
 A writer checks right before the commit that no later start of the driver has taken the run over, and otherwise commits
 nothing. A start that takes the run over between this check and the commit does no harm: the checkpoint is intact, its
@@ -21,13 +22,13 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import IO, Any, Literal, cast
 
-from ray_app.checkpoint.format import TRAINING, Snapshot, has_same_values, unpack
+from ray_app.checkpoint.format import Snapshot, unpack
 from ray_app.config.config import digest_json
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
 from ray_app.runlog.lease import check_lease
@@ -44,17 +45,20 @@ from ray_app.storage.files import (
     read_json,
     remove_temporary,
     remove_tree,
-    render_content,
 )
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
-"""The version of the fields of `COMMIT.json`; a checkpoint of another version is refused."""
+SCHEMA_VERSION = 3
+"""The version of the fields of `COMMIT.json`; a checkpoint of an unknown version is refused."""
+_READ_VERSIONS = (2, SCHEMA_VERSION)
+"""Versions that are read; version 2 has no `Commit.prefix`."""
 COMMIT = "COMMIT.json"
 """The file that makes a directory a checkpoint; it is written last."""
 SUSPECT = "SUSPECT.json"
 """The file that marks a checkpoint to which a corrupt rank may have contributed, see `CheckpointStore.mark_suspect`."""
+WRITER = "WRITER.json"
+"""The file by which the first attempt to write a checkpoint takes the plain names of the files."""
 _BAD = "BAD.json"
 """The file that marks a checkpoint that is not read again."""
 NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
@@ -64,67 +68,39 @@ _FILE = re.compile(r"\w[\w.-]*")
 
 
 class _HashingFile:
-    """A file to write to that computes the digest and the size of its content; without a file it does only that."""
+    """A file to write to that computes the digest and the size of its content."""
 
-    def __init__(self, file: IO[bytes] | None) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._sha = hashlib.sha256()
-        self.size = 0
+        self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._sha.update(data)
-        self.size += len(data)
-        return self._file.write(data) if self._file is not None else len(data)
+        self._size += len(data)
+        return self._file.write(data)
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        self._file.flush()
 
     def digest_and_size(self) -> dict[str, Any]:
         """Returns the digest and the size of what was written so far, in the form of `Commit.files`."""
-        return {"sha256": self._sha.hexdigest(), "bytes": self.size}
+        return {"sha256": self._sha.hexdigest(), "bytes": self._size}
 
 
-def put_if_absent(path: Location, content: Content) -> dict[str, Any] | None:
-    """Writes a file unless it exists; returns its digest and size, or None if it exists with another content.
-
-    The digest is that of the written content, not of the file that the storage returns, which may be damaged.
-    """
-    # Each call of `write` adds one; all of them have the same digest.
+def _put_hashed(path: Location, content: Content) -> dict[str, Any]:
+    """Writes a file; returns the digest and the size of the content, since the storage may damage the file."""
     hashing_files: list[_HashingFile] = []
 
-    def write(file: IO[bytes] | None) -> None:
+    def write(file: IO[bytes]) -> None:
         hashing_files.append(_HashingFile(file))
         if isinstance(content, bytes):
-            hashing_files[-1].write(content)
+            hashing_files[0].write(content)
         else:
-            content(cast(IO[bytes], hashing_files[-1]))
+            content(cast(IO[bytes], hashing_files[0]))
 
-    if not path.exists() and put_atomic(path, write, if_absent=True):
-        return hashing_files[-1].digest_and_size()
-    # The file exists. Its digest is compared with that of the content, which is computed without writing it.
-    write(None)
-    expected = hashing_files[-1].digest_and_size()
-    if _read_digest_and_size(path) == expected:
-        return expected
-    stored = path.read_bytes()
-    # Two workers may write `training.pt` with equal values in different bytes.
-    if path.name == TRAINING and has_same_values(stored, render_content(content)):
-        return _digest_and_size(stored)
-    return None
-
-
-def _read_digest_and_size(path: Location) -> dict[str, Any]:
-    """Returns the digest and the size of a file; a file on a disk is not read into memory as a whole."""
-    if not isinstance(path, Path):
-        return _digest_and_size(path.read_bytes())
-    with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "bytes": file.tell()}
-
-
-def _digest_and_size(data: bytes) -> dict[str, Any]:
-    """Returns the digest and the size of the content of a file."""
-    return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    put_atomic(path, write)
+    return hashing_files[0].digest_and_size()
 
 
 @dataclass(frozen=True)
@@ -142,6 +118,7 @@ class Commit:
         environment: What else every bit of the parameters depends on: torch build, instruction set, device.
         time_s: Time at which the successful attempt to write the checkpoint began, seconds since 1970 (UTC).
         files: For each other file by name its SHA-256 (`sha256`) and its size (`bytes`).
+        prefix: The beginning of the names of these files in the directory; empty for the plain names.
     """
 
     step: int
@@ -156,6 +133,7 @@ class Commit:
     environment: dict[str, str]
     time_s: float
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prefix: str = ""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -176,7 +154,7 @@ def parse_commit(name: str, data: bytes) -> Commit:
     except (ValueError, TypeError) as error:
         raise DamagedError(f"{COMMIT} is damaged: {error}") from error
     version = values.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if version not in _READ_VERSIONS:
         raise CheckpointError(
             f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}. Use the version that wrote it"
         )
@@ -275,8 +253,8 @@ class CheckpointStore:
         Raises:
             LeaseLostError: A later start has taken the run over; nothing was committed, and the written files are
                 removed.
-            OSError: The storage refused; nothing was committed. Complete files stay for another attempt; `discard`
-                removes them.
+            OSError: The storage refused; nothing was committed. The written files are removed as far as the storage
+                permits it; `discard` removes the rest.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if (folder / _BAD).exists():
@@ -284,8 +262,10 @@ class CheckpointStore:
             remove_tree(folder)
         if (folder / COMMIT).exists():
             return folder
+        attempt = uuid.uuid4().hex[:12]
         try:
-            self._put_all(folder, files, commit)
+            is_first = put_json(folder / WRITER, {"attempt": attempt}, if_absent=True)
+            self._put_all(folder, files, replace(commit, prefix="" if is_first else f"{attempt}-"))
         except LeaseLostError:
             with suppress(OSError):
                 self.discard(commit)
@@ -294,39 +274,42 @@ class CheckpointStore:
             # If another worker has committed the checkpoint, this worker's error does not matter.
             if not (folder / COMMIT).exists():
                 raise
-        # A writer that was killed, or that was slower than this one, may have left temporary files.
-        with suppress(OSError):
-            remove_temporary(folder)
+        # A writer that was killed, or that was slower than another one, may have left files.
+        with suppress(OSError, CheckpointError):
+            _remove_leftovers(folder)
         return folder
 
     def _put_all(self, folder: Location, files: Mapping[str, Content], commit: Commit) -> None:
-        """Puts all files and then `COMMIT.json`, and checks that no other writer has discarded files meanwhile."""
-        digests = {}
-        for name, content in files.items():
-            digests[name] = put_if_absent(folder / name, content)
-            if digests[name] is None:
-                self.discard(commit)
-                raise OSError(
-                    f"{folder / name} exists with another content: it is damaged, or an earlier attempt wrote it from"
-                    " another state. The uncommitted checkpoint is removed, and the next attempt writes it anew."
-                )
-        check_lease(self._paths, commit.fence)
-        _check_files_exist(folder, files.keys())
-        has_committed = put_json(folder / COMMIT, seal(asdict(commit) | {"files": digests}), if_absent=True)
+        """Puts all files and then `COMMIT.json`, and checks that no other process has removed files meanwhile."""
+        names = [f"{commit.prefix}{name}" for name in files]
+        try:
+            digests = {name: _put_hashed(folder / f"{commit.prefix}{name}", files[name]) for name in files}
+            check_lease(self._paths, commit.fence)
+            _check_files_exist(folder, names)
+        except OSError:
+            with suppress(OSError):
+                for name in names:
+                    (folder / name).unlink(missing_ok=True)
+            raise
+        # After an error the files stay, since the commit may have been written.
+        if not put_json(folder / COMMIT, seal(asdict(replace(commit, files=digests))), if_absent=True):
+            return
         # Another writer that gives up may have removed files without seeing this commit, which is then withdrawn. It is
         # not withdrawn if the storage fails to list the files, since they may be there.
         try:
-            _check_files_exist(folder, files.keys())
+            _check_files_exist(folder, names)
         except _FilesRemovedError:
-            if has_committed:
-                (folder / COMMIT).unlink(missing_ok=True)
+            (folder / COMMIT).unlink(missing_ok=True)
             raise
 
     def discard(self, commit: Commit) -> None:
-        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all."""
+        """Removes the files that failed writes have left of a checkpoint, unless it was committed after all.
+
+        `WRITER.json` stays, so that no other attempt takes the plain names while the first one may still write.
+        """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if not (folder / COMMIT).exists():
-            remove_tree(folder)
+            _remove_files(folder, {WRITER})
 
     def commits(self) -> list[Commit]:
         """Returns all committed checkpoints that are neither bad, damaged nor of another version, by step and fence."""
@@ -351,12 +334,13 @@ class CheckpointStore:
         folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
         for name, committed in commit.files.items():
-            if not _FILE.fullmatch(name):
+            stored = f"{commit.prefix}{name}"
+            if not _FILE.fullmatch(stored):
                 raise CheckpointError(
-                    f"{folder.name}/{COMMIT} names the file {name!r}, which cannot be one of the checkpoint's own"
+                    f"{folder.name}/{COMMIT} names the file {stored!r}, which cannot be one of the checkpoint's own"
                 )
             try:
-                data = (folder / name).read_bytes()
+                data = (folder / stored).read_bytes()
             except FileNotFoundError as error:
                 if not (folder / COMMIT).exists():
                     raise
@@ -492,6 +476,20 @@ def _check_files_exist(folder: Location, expected: Iterable[str]) -> None:
     """Raises `_FilesRemovedError` if another process has removed files of a checkpoint."""
     if missing := set(expected) - set(list_files(folder)):
         raise _FilesRemovedError(f"Another process has removed {sorted(missing)} from {folder} meanwhile")
+
+
+def _remove_leftovers(folder: Location) -> None:
+    """Removes the files in the directory of a checkpoint that other attempts to write it have left."""
+    commit = parse_commit(folder.name, (folder / COMMIT).read_bytes())
+    kept = {COMMIT, WRITER, SUSPECT, _BAD, *(f"{commit.prefix}{name}" for name in commit.files)}
+    _remove_files(folder, kept)
+
+
+def _remove_files(folder: Location, kept: set[str]) -> None:
+    """Removes the files in a directory, temporary ones included, except the `kept` ones."""
+    for name in set(list_files(folder)) - kept:
+        (folder / name).unlink(missing_ok=True)
+    remove_temporary(folder)
 
 
 def _mark_bad(folder: Location, reason: str) -> None:

@@ -21,7 +21,7 @@ from ray_app.cli.main import exit_code
 from ray_app.cluster.resources import cluster, cluster_capacity, workers_that_fit
 from ray_app.config.config import Config
 from ray_app.data.ray_tasks import ActorPool, map_in_actors
-from ray_app.data.reader import ReadSpec
+from ray_app.data.reader import ReadSpec, count_rows
 from ray_app.driver.parsing import add_current_folder_to_path, parse_with_sections
 from ray_app.driver.result import Result
 from ray_app.driver.trained_run import load_trained_job
@@ -103,7 +103,7 @@ def _read_finished_parts(prepared: PreparedPrediction) -> dict[str, dict[str, An
             facts = part_facts((prepared.out / name).read_bytes())
         except (OSError, ValueError):
             return None
-        rows = sum(span.rows for span in spec)
+        rows = count_rows(spec)
         return facts if facts["made_from"] == prepared.job.made_from and facts["rows"] == rows else None
 
     existing_files = set(list_files(prepared.out))

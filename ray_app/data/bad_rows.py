@@ -51,7 +51,7 @@ def decode_good_rows(
     decoded.
     """
     if not count:
-        return {name: _empty(spec)[:0] for name, spec in fields.items()}, []
+        return {name: zero_row(spec)[:0] for name, spec in fields.items()}, []
     reasons: list[str | None] = [None] * count
     parts = []
     for low, high, part in bisect_rows(
@@ -61,7 +61,7 @@ def decode_good_rows(
             raise part
         if isinstance(part, Exception):
             reasons[low] = row_error_reason(part)[:_MAX_REASON_CHARS]
-            parts.append({name: _empty(spec) for name, spec in fields.items()})
+            parts.append({name: zero_row(spec) for name, spec in fields.items()})
         elif high - low == count:
             return part, reasons
         else:
@@ -80,14 +80,14 @@ def insert_bad_rows(
         high = index - num_inserted
         parts += [
             {name: values[low:high] for name, values in decoded.items()},
-            {name: _empty(spec) for name, spec in fields.items()},
+            {name: zero_row(spec) for name, spec in fields.items()},
         ]
         low = high
     parts.append({name: values[low:] for name, values in decoded.items()})
     return {name: concat_fields([part[name] for part in parts]) for name in fields}, all_reasons
 
 
-def _empty(spec: ArraySpec) -> Field:
+def zero_row(spec: ArraySpec) -> Field:
     """Returns a field with one row of zeros, or with one row of length 0 where rows have different lengths."""
     if spec.padding is not None:
         return Ragged(np.empty((0, *spec.shape), spec.dtype), np.zeros(2, np.int64), *spec.padding)

@@ -1,19 +1,18 @@
 """A cache of decoded rows on a node's own disk, which the workers of the node and later runs share.
 
 The folder of a node's caches has one folder for each cache; its name is a key of everything that decides what the
-decoded rows are. A cache has files for each field of the whole data set and one file of checksums. It holds a row if
-the row's checksum matches its bytes; a checksum of zero marks a row that it does not hold. So concurrent writers need
-no order, a writer that dies in the middle of a write leaves only rows that the cache does not hold, and rows that the
-disk has damaged are read again from the data.
-
-Rows of one size have fixed offsets in their file. Rows of different lengths are appended to a file with capacity for
-somewhat more than the expected bytes of all rows; an index file has their offsets and sizes, which the checksums cover.
+decoded rows are. A cache has two files. All processes append record batches of Arrow to `ROWS`, each after its size and
+checksum; `INDEX` holds the end of these, and for each row the offset of its batch, or zero. A row counts if the
+checksum of the batch fits and its position is the wanted one. So concurrent writers need no order, a writer that dies
+in the middle of a write leaves only rows that the cache does not hold, and rows that the disk has damaged are read
+again from the data.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import inspect
 import logging
@@ -30,34 +29,47 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.config.config import digest_json
-from ray_app.data.arrays import ArraySpec, from_column, to_column
-from ray_app.data.bad_rows import REASON, Decode, read_reasons
-from ray_app.data.reader import POSITION, Fetch, Reader, ReadSpec, RowSource, RowStream, Span, check_positions
-from ray_app.plan.hashing import UInt64, hash_array, key, mix_array
+from ray_app.data.arrays import ArraySpec, fixed_array
+from ray_app.data.bad_rows import Decode
+from ray_app.data.reader import (
+    POSITION,
+    Fetch,
+    Reader,
+    ReadSpec,
+    RowSource,
+    RowStream,
+    Span,
+    check_positions,
+    count_rows,
+    rows_per_task,
+)
+from ray_app.errors import DataError
+from ray_app.plan.hashing import UInt64, hash_array, key
+from ray_app.plan.order import Int64
 from ray_app.storage.data_files import file_versions
 from ray_app.storage.files import to_location
-from ray_app.task.ragged import Field, Ragged, concat_fields
 
 logger = logging.getLogger(__name__)
 
-SUMS = "sums"
-"""Name of the file of checksums."""
-# Marks in place of a checksum, which is never below 2: a row that the cache does not hold, and a bad row.
-_ABSENT, _BAD = 0, 1
+INDEX, ROWS = "index", "rows"
+"""Names of the files of a cache."""
 _RAY_THRESHOLD = "RAY_local_fs_capacity_threshold"
 """Environment variable with the share of a disk above which Ray itself refuses to write to it, 0.95 by default."""
 _SUM = 31
-"""Salt of the keys of checksums."""
-_INDEX_BYTES = 16
-"""Bytes in the index file for the offset and the size of a row."""
-_HEADER_BYTES = 8
-"""Bytes at the beginning of a file of appended rows, which hold the offset of the next row."""
+"""Salt of the key of checksums."""
+_HEADER_BYTES = 16
+"""Bytes before a batch, which hold its size and its checksum."""
+_BATCH_BYTES = 1 << 20
+"""Decoded bytes of a batch; a part of it is read as a whole."""
+_EXTRA_ROW_BYTES = 32
+"""Bytes of a row beside its fields: in the index, its position, its reason, and its part of the batch."""
 _CAPACITY_FACTOR = 1.25
-"""Capacity for rows of different lengths, relative to the bytes that all rows of the probed mean length need."""
+"""Capacity relative to the bytes of all rows of the probed mean length, for longer rows and for small batches."""
+_MIN_CAPACITY = 1 << 20
+"""Capacity in bytes that a small cache has for the metadata of its batches."""
 
 
 def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | None, limit_gb: float) -> Fetch:
@@ -73,7 +85,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     """Opens the cache of a data set on this node; creates it where there is none yet.
 
     Unused caches of other data are removed, the least recently opened ones first, until all rows fit into the limit; if
-    they still do not, the cache has capacity for the first rows only. The first process that opens a cache decides its
+    they still do not, the cache has capacity for some rows only. The first process that opens a cache decides its
     capacity anew; the cache loses rows only where the capacity shrinks.
 
     Args:
@@ -93,36 +105,31 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     with _locked(root / "lock"):
         cache.mkdir(exist_ok=True, mode=0o700)
         _check_owner(cache)
-        sums = os.open(cache / SUMS, os.O_RDWR | os.O_CREAT, 0o600)
+        index = os.open(cache / INDEX, os.O_RDWR | os.O_CREAT, 0o600)
+        rows = os.open(cache / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
         num_rows = source.manifest.num_rows
+        row_bytes = _EXTRA_ROW_BYTES + sum(spec.row_bytes for spec in source.fields.values())
         if not _is_open(cache):
-            base_bytes = _cache_bytes(source.fields, 0)
-            row_bytes = _cache_bytes(source.fields, 1) - base_bytes
-            available = _free_capacity(cache, _cache_bytes(source.fields, num_rows), limit_gb)
-            capacity = max(0, min(num_rows, (available - base_bytes) // row_bytes))
-            for i, spec in enumerate(source.fields.values()):
-                for name, size in file_sizes(i, spec, capacity).items():
-                    _resize(cache / name, size)
-            os.ftruncate(sums, capacity * 8)
+            needed = max(_MIN_CAPACITY, round(_CAPACITY_FACTOR * num_rows * row_bytes))
+            index_bytes = 8 * (num_rows + 1)
+            available = _free_capacity(cache, needed + index_bytes, limit_gb) - index_bytes
+            # Added zeros take no disk space before they are written.
+            os.ftruncate(rows, max(0, min(needed, available)))
+            os.ftruncate(index, index_bytes if available > 0 else 0)
         # This marks the cache as open until this process closes the file or ends.
-        fcntl.flock(sums, fcntl.LOCK_SH)
+        fcntl.flock(index, fcntl.LOCK_SH)
         os.utime(cache)
-        capacity = os.fstat(sums).st_size // 8
-        if capacity < num_rows:
-            logger.warning(
-                "The disk cache %s has room for %d of %d rows within data.cache_gb = %g; the others are read in every"
-                " epoch.",
-                cache,
-                capacity,
-                num_rows,
-                limit_gb,
-            )
-    return DiskCache(cache, source.fields, sums)
-
-
-def _cache_bytes(fields: dict[str, ArraySpec], capacity: int) -> int:
-    """Returns the bytes of a cache with capacity for `capacity` rows."""
-    return capacity * 8 + sum(sum(file_sizes(i, spec, capacity).values()) for i, spec in enumerate(fields.values()))
+    capacity = os.fstat(rows).st_size // row_bytes
+    if capacity < num_rows:
+        logger.warning(
+            "The disk cache %s has room for about %d of %d rows within data.cache_gb = %g; the others are read in every"
+            " epoch.",
+            cache,
+            capacity,
+            num_rows,
+            limit_gb,
+        )
+    return DiskCache(cache, source.reader, index, rows)
 
 
 def _free_capacity(cache: Path, needed: int, limit_gb: float) -> int:
@@ -131,7 +138,7 @@ def _free_capacity(cache: Path, needed: int, limit_gb: float) -> int:
     A cache that a process has open stays. `cache` itself, and what is not a cache, stay and do not count.
     """
     caches = (
-        f for f in cache.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / SUMS).is_file()
+        f for f in cache.parent.iterdir() if _NAME.fullmatch(f.name) and not f.is_symlink() and (f / INDEX).is_file()
     )
     others = sorted((f for f in caches if f != cache), key=lambda f: f.stat().st_mtime)
     sizes = {folder: sum(file.stat().st_size for file in folder.iterdir()) for folder in others}
@@ -146,7 +153,7 @@ def _free_capacity(cache: Path, needed: int, limit_gb: float) -> int:
 
 def _is_open(folder: Path) -> bool:
     """Returns whether a process has the cache open; call it with the lock of all caches, so that none is opening."""
-    file = os.open(folder / SUMS, os.O_RDWR)
+    file = os.open(folder / INDEX, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -154,12 +161,6 @@ def _is_open(folder: Path) -> bool:
     finally:
         os.close(file)
     return False
-
-
-def _resize(path: Path, size: int) -> None:
-    """Sets the size of a file; added zeros take no disk space before they are written."""
-    with path.open("ab") as file:
-        file.truncate(size)
 
 
 def _check_owner(folder: Path) -> None:
@@ -208,6 +209,7 @@ def cache_key(source: RowSource, settings: str) -> str:
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "classes": dict(reader.rules.class_maps),
+        "skips": reader.skips,
         "settings": settings,
         "code": _code_digests(reader.decode),
         "application": _digest(file for pattern in _DECODING_CODE for file in sorted(_APPLICATION.glob(pattern))),
@@ -242,25 +244,27 @@ def _digest(files: Iterable[Path]) -> str:
 
 
 class DiskCache:
-    """The open cache of one data set; the size of the file of checksums decides its capacity in rows."""
+    """The open cache of one data set.
 
-    def __init__(self, folder: Path, fields: dict[str, ArraySpec], sums: int) -> None:
+    Args:
+        folder: The folder of the cache.
+        reader: Reads the rows of the data set.
+        index: The open file `INDEX`, which this object closes.
+        rows: The open file `ROWS`; its size is the capacity of the cache.
+    """
+
+    def __init__(self, folder: Path, reader: Reader, index: int, rows: int) -> None:
         self._folder = folder
-        self._fields = fields
-        self._sums = sums
-        self._capacity = os.fstat(sums).st_size // 8
-        self._rows: dict[str, FixedRows | RaggedRows] = {}
+        self._index, self._rows = index, rows
+        self._schema, self._batch_rows = reader.schema, rows_per_task(reader.fields, _BATCH_BYTES / 1e6)
         self._is_open, self._is_full = True, False
-        for i, (name, spec) in enumerate(fields.items()):
-            self._rows[name] = (FixedRows if spec.padding is None else RaggedRows)(folder, i, spec)
 
     def close(self) -> None:
         """Closes the files; the rows stay on the disk."""
         if self._is_open:
             self._is_open = False
-            os.close(self._sums)
-            for rows in self._rows.values():
-                rows.close()
+            os.close(self._index)
+            os.close(self._rows)
 
     __del__ = close
 
@@ -275,53 +279,57 @@ class DiskCache:
             missing = [spec for spec, missing in zip(specs, is_missing, strict=True) if missing]
             fetched = RowStream(fetch(reader, missing) if missing else iter(()))
             for spec, must_fetch in zip(specs, is_missing, strict=True):
-                table = None if must_fetch else self._load(spec, reader.skips)
-                if table is None:
+                tables = None if must_fetch else self._load(spec)
+                if tables is None:
                     table = pa.concat_tables(fetched.take(count_rows(spec)) if must_fetch else reader.read(spec))
                     self._store(spec, table)
-                yield table
+                    tables = [table]
+                yield from tables
 
         return fetch_missing
 
     def _has_rows(self, spec: ReadSpec) -> bool:
-        """Returns whether the cache has all rows according to their marks, without reading the rows."""
-        return all(span.position + span.rows <= self._capacity and bool(self._marks(span).all()) for span in spec)
+        """Returns whether the cache has all rows according to the index, without reading them."""
+        size = os.fstat(self._rows).st_size
+        offsets = [self._offsets(span) for span in spec]
+        return all(len(part) and part.min() > 0 and part.max() < size for part in offsets)
 
-    def _marks(self, span: Span) -> UInt64:
-        """Returns the checksums or marks of the rows, shape (rows,)."""
-        marks = np.empty(span.rows, np.uint64)
-        read_into(self._sums, marks, span.position * 8)
-        return marks
+    def _offsets(self, span: Span) -> Int64:
+        """Returns the offset of the batch of each row, zero for a row that the cache does not hold, shape (rows,)."""
+        return np.frombuffer(os.pread(self._index, 8 * span.rows, 8 * (span.position + 1)), np.int64)
 
-    def _load(self, spec: ReadSpec, skips: bool) -> pa.Table | None:
-        """Returns the rows as `Reader.read` yields them; None if rows are damaged, or bad without `skips`."""
-        parts, reasons = [], list[str | None]()
+    def _load(self, spec: ReadSpec) -> list[pa.Table] | None:
+        """Returns the rows as `Reader.read` yields them; None, and removes them from the index, if some are damaged."""
         try:
-            for span in spec:
-                fields = {name: rows.read(span.position, span.rows) for name, rows in self._rows.items()}
-                part = {name: values for name, values in fields.items() if values is not None}
-                marks = self._marks(span)
-                bad = marks == _BAD
-                if (
-                    len(part) < len(fields)
-                    or not ((self._checksums(part, span.position) == marks) | (bad & skips)).all()
-                ):
-                    return None
-                parts.append(part)
-                reasons += [
-                    self._reason_file(span.position + i).read_text() if is_bad else None
-                    for i, is_bad in enumerate(bad.tolist())
-                ]
+            tables = [table for span in spec for table in self._read_span(span)]
+            check_positions(pa.concat_tables(tables), _positions(spec))
         except OSError as error:
             logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
-            return None
-        encoded = [to_column(name, concat_fields([part[name] for part in parts])) for name in self._fields]
-        encoded.append(to_column(POSITION, _positions(spec)))
-        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
-        return table.append_column(REASON, pa.array(reasons, pa.string())) if skips else table
+        except (ValueError, IndexError, pa.ArrowException, DataError):
+            for span in spec:
+                os.pwrite(self._index, bytes(8 * span.rows), 8 * (span.position + 1))
+        else:
+            return tables
+        return None
+
+    def _read_span(self, span: Span) -> Iterator[pa.Table]:
+        """Yields the rows of a span in one table for each batch; raises an error of any kind where one is damaged."""
+        offsets = self._offsets(span)
+        begins = np.flatnonzero(np.append(True, offsets[1:] != offsets[:-1])).tolist()
+        for low, high in pairwise([*begins, span.rows]):
+            offset = int(offsets[low])
+            size, checksum = np.frombuffer(os.pread(self._rows, _HEADER_BYTES, offset), np.uint64).tolist()
+            if not 0 < size <= os.fstat(self._rows).st_size - offset:
+                raise ValueError(f"A batch has {size} bytes")
+            data = os.pread(self._rows, size, offset + _HEADER_BYTES)
+            if _checksum(data) != checksum:
+                raise ValueError("A batch has another checksum")
+            table = pa.Table.from_batches([pa.ipc.read_record_batch(pa.py_buffer(data), self._schema)])
+            first = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
+            yield table.slice(span.position + low - first, high - low)
 
     def _store(self, spec: ReadSpec, table: pa.Table) -> None:
-        """Adds rows to the cache, unless the disk is full."""
+        """Adds rows to the cache, unless the disk or the cache is full."""
         if self._is_full:
             return
         check_positions(table, _positions(spec))
@@ -335,8 +343,11 @@ class DiskCache:
                 )
             done = 0
             for span in spec:
-                rows = min(span.rows, max(0, self._capacity - span.position))
-                self._store_span(span.position, table.slice(done, rows))
+                # One call may fetch the same rows for two epochs.
+                is_stored = self._has_rows((span,))
+                for first in range(0, 0 if is_stored else span.rows, self._batch_rows):
+                    rows = min(self._batch_rows, span.rows - first)
+                    self._append(span.position + first, table.slice(done + first, rows))
                 done += span.rows
         except OSError as error:
             self._is_full = True
@@ -344,195 +355,41 @@ class DiskCache:
                 "The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error
             )
 
-    def _store_span(self, position: int, table: pa.Table) -> None:
-        if not table.num_rows:
-            return
-        part = {name: from_column(table.column(name), spec) for name, spec in self._fields.items()}
-        marks = self._checksums(part, position)
-        for bad, reason in read_reasons(table, np.arange(position, position + table.num_rows)).items():
-            self._reason_file(bad).write_text(reason)
-            marks[bad - position] = _BAD
-        for name, values in part.items():
-            self._rows[name].write(position, values)
-        # The checksums come last: a row counts once its checksum is written.
-        write_from(self._sums, marks, position * 8)
+    def _append(self, position: int, table: pa.Table) -> None:
+        """Appends a batch of rows from a position on; raises OSError if there is no capacity for it."""
+        [batch] = table.combine_chunks().to_batches()
+        data = batch.serialize()
+        offset = self._reserve(_HEADER_BYTES + data.size)
+        header = np.array([data.size, _checksum(data)], np.uint64)
+        if os.pwritev(self._rows, [header, data], offset) < _HEADER_BYTES + data.size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        # The index comes last: a row counts once it is there.
+        os.pwrite(self._index, np.full(len(batch), offset, np.int64), 8 * (position + 1))
 
-    def _checksums(self, part: dict[str, Field], position: int) -> UInt64:
-        """Returns a 64-bit checksum of each row over its bytes and its manifest position, shape (rows,).
-
-        It is never below 2, because smaller values are marks.
-        """
-        rows = len(next(iter(part.values())))
-        total = hash_array(_SUM, np.arange(position, position + rows))
-        for name, values in part.items():
-            total += self._rows[name].sums(values)
-        return mix_array(total) | np.uint64(2)
-
-    def _reason_file(self, position: int) -> Path:
-        """Returns the path of the file with the reason why a row is bad."""
-        return self._folder / f"bad-{position}.txt"
+    def _reserve(self, size: int) -> int:
+        """Returns the offset of `size` bytes that no other process writes to; it is never zero."""
+        fcntl.flock(self._rows, fcntl.LOCK_EX)
+        try:
+            first = max(_HEADER_BYTES, int.from_bytes(os.pread(self._index, 8, 0), "little"))
+            if first + size > os.fstat(self._rows).st_size:
+                raise OSError(errno.ENOSPC, "there is no room for more within data.cache_gb")
+            os.pwrite(self._index, (first + size).to_bytes(8, "little"), 0)
+        finally:
+            fcntl.flock(self._rows, fcntl.LOCK_UN)
+        return first
 
 
-def count_rows(spec: ReadSpec) -> int:
-    """Returns the number of rows of a read task."""
-    return sum(span.rows for span in spec)
-
-
-def _positions(spec: ReadSpec) -> npt.NDArray[np.int64]:
+def _positions(spec: ReadSpec) -> Int64:
     return np.concatenate([np.arange(span.position, span.position + span.rows) for span in spec])
 
 
-class FixedRows:
-    """The file of a field with rows of one size, each at a fixed offset."""
-
-    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
-        self._number, self._spec = number, spec
-        self._file = os.open(folder / field_file(number), os.O_RDWR | os.O_CREAT, 0o600)
-
-    def close(self) -> None:
-        """Closes the files."""
-        os.close(self._file)
-
-    def read(self, position: int, rows: int) -> Field | None:
-        """Returns the rows from a position on, (rows, ...), with zeros for those that were never written."""
-        values = np.empty((rows, *self._spec.shape), np.dtype(self._spec.dtype))
-        read_into(self._file, values, position * self._spec.row_bytes)
-        return values
-
-    def write(self, position: int, values: Field) -> None:
-        """Writes rows from a position on; raises OSError if there is no capacity for them."""
-        assert isinstance(values, np.ndarray)
-        write_from(self._file, values, position * self._spec.row_bytes)
-
-    def sums(self, values: Field) -> UInt64:
-        """Returns 64 bits for each row from all its bytes, shape (rows,)."""
-        assert isinstance(values, np.ndarray)
-        raw = np.ascontiguousarray(values).reshape(len(values), -1).view(np.uint8)
-        return _weighted_sums(raw, _weights(self._number, raw.shape[1]))
+@functools.lru_cache(maxsize=32)
+def _weights(words: int) -> UInt64:
+    """Returns odd weights, so that every change of a single word changes the checksum, shape (words,)."""
+    return hash_array(key(_SUM), np.arange(words)) | np.uint64(1)
 
 
-class RaggedRows:
-    """The files of a field with rows of different lengths; see `FixedRows`."""
-
-    def __init__(self, folder: Path, number: int, spec: ArraySpec) -> None:
-        assert spec.padding is not None
-        self._number = number
-        self._spec = spec
-        self._padding = spec.padding
-        self._item_bytes = np.dtype(spec.dtype).itemsize * int(np.prod(spec.shape, dtype=np.int64))
-        flags = os.O_RDWR | os.O_CREAT
-        self._file = os.open(folder / field_file(number), flags, 0o600)
-        self._index = os.open(folder / index_file(number), flags, 0o600)
-
-    def close(self) -> None:
-        """Closes the files."""
-        os.close(self._file)
-        os.close(self._index)
-
-    def read(self, position: int, rows: int) -> Field | None:
-        """Returns the rows from a position on; None if the index has an impossible offset or size."""
-        index = np.empty((rows, 2), np.int64)
-        read_into(self._index, index, position * _INDEX_BYTES)
-        first, size = index.T
-        is_invalid = (index < 0).any() or (size % self._item_bytes).any()
-        if is_invalid or size.astype(float).sum() > os.fstat(self._file).st_size:
-            return None
-        raw, ends = np.empty(int(size.sum()), np.uint8), np.cumsum(size)
-        # Rows that were written together lie next to each other, and one call reads them.
-        begins = np.flatnonzero(np.append(True, first[1:] != first[:-1] + size[:-1]))
-        for low, high in zip(begins, np.append(begins[1:], rows), strict=True):
-            read_into(self._file, raw[ends[low] - size[low] : ends[high - 1]], int(first[low]))
-        values = raw.view(self._spec.dtype).reshape(-1, *self._spec.shape)
-        return Ragged(values, np.append(0, ends) // self._item_bytes, *self._padding)
-
-    def write(self, position: int, values: Field) -> None:
-        """Writes rows from a position on, see `FixedRows.write`."""
-        assert isinstance(values, Ragged)
-        compact = values.compact()
-        offsets = compact.offsets * self._item_bytes
-        first = self._reserve(int(offsets[-1]))
-        write_from(self._file, compact.values, first)
-        write_from(self._index, np.stack([first + offsets[:-1], np.diff(offsets)], 1), position * _INDEX_BYTES)
-
-    def _reserve(self, size: int) -> int:
-        """Returns the offset of `size` bytes that no other process writes to."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            next_offset = np.empty(1, np.int64)
-            read_into(self._file, next_offset, 0)
-            first = max(_HEADER_BYTES, int(next_offset[0]))
-            if first + size > os.fstat(self._file).st_size:
-                raise OSError(
-                    errno.ENOSPC,
-                    "rows are longer than the first ones were, for which there was room within data.cache_gb",
-                )
-            write_from(self._file, np.array([first + size]), 0)
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        return first
-
-    def sums(self, values: Field) -> UInt64:
-        """Returns 64 bits for each row from its length and all its bytes, shape (rows,)."""
-        assert isinstance(values, Ragged)
-        raw = np.ascontiguousarray(values.compact().values).reshape(-1).view(np.uint8)
-        offsets = (values.offsets - values.offsets[0]) * self._item_bytes
-        weights = _weights(self._number, int(values.lengths.max(initial=0)) * self._item_bytes)
-        rows = [_weighted_sums(raw[None, low:high], weights) for low, high in pairwise(offsets.tolist())]
-        return hash_array(key(_SUM, self._number), -1 - values.lengths) + np.concatenate(
-            [*rows, np.empty(0, np.uint64)]
-        )
-
-
-def file_sizes(number: int, spec: ArraySpec, capacity: int) -> dict[str, int]:
-    """Returns the bytes of the files of a field, by name, with capacity for `capacity` rows."""
-    if spec.padding is None:
-        return {field_file(number): capacity * spec.row_bytes}
-    return {
-        field_file(number): _HEADER_BYTES + capacity * (round(spec.row_bytes * _CAPACITY_FACTOR) + _INDEX_BYTES),
-        index_file(number): capacity * _INDEX_BYTES,
-    }
-
-
-def field_file(number: int) -> str:
-    """Returns the name of the file of a field's rows."""
-    return f"field-{number:03d}"
-
-
-def index_file(number: int) -> str:
-    """Returns the name of the file with the offsets and sizes of a field's rows."""
-    return f"{field_file(number)}-places"
-
-
-def _weights(number: int, max_bytes: int) -> UInt64:
-    """Returns the weights of the bytes of a row of at most `max_bytes` bytes."""
-    return hash_array(key(_SUM, number), np.arange(max_bytes // 8 + 8)) | np.uint64(1)
-
-
-def _weighted_sums(raw: npt.NDArray[np.uint8], weights: UInt64) -> UInt64:
-    """Returns for each row the weighted sum of its 8-byte words and of its remaining bytes.
-
-    The weights are odd, so that every change of a single word changes the sum.
-    """
-    words, rest = divmod(raw.shape[1], 8)
-    total: UInt64 = np.einsum("ij,j->i", raw[:, : 8 * words].view(np.uint64), weights[:words])
-    return total + np.einsum("ij,j->i", raw[:, 8 * words :].astype(np.uint64), weights[words : words + rest])
-
-
-def read_into(file: int, into: npt.NDArray, offset: int) -> None:
-    """Fills an array from a file, with zeros behind the end of the file."""
-    raw = into.reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        count = os.preadv(file, [raw[done:]], offset + done)
-        if not count:
-            raw[done:] = bytes(len(raw) - done)
-            return
-        done += count
-
-
-def write_from(file: int, values: npt.NDArray, offset: int) -> None:
-    """Writes an array to a file."""
-    raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    done = 0
-    while done < len(raw):
-        done += os.pwrite(file, raw[done:], offset + done)
+def _checksum(data: bytes | pa.Buffer) -> int:
+    """Returns the weighted sum of the 8-byte words of a batch."""
+    words = np.frombuffer(data, np.uint64)
+    return int(np.einsum("i,i->", words, _weights(1 << len(words).bit_length())[: len(words)]))

@@ -40,6 +40,7 @@ from ray_app.data.reader import (
     ReadSpec,
     RowSource,
     SliceReader,
+    count_rows,
     describe_spec,
     fetch_in_process,
     load_all,
@@ -150,8 +151,7 @@ class PlannedSource(Datasource):
         del parallelism, per_task_row_limit, data_context
         tasks = []
         for spec in self._specs:
-            rows = sum(span.rows for span in spec)
-            metadata = BlockMetadata(num_rows=rows, size_bytes=None, input_files=None, exec_stats=None)
+            metadata = BlockMetadata(num_rows=count_rows(spec), size_bytes=None, input_files=None, exec_stats=None)
             tasks.append(ReadTask(partial(_read, self._reader, spec), metadata))
         return tasks
 
@@ -222,7 +222,7 @@ def _fetch_in_tasks(reader: Reader, specs: Sequence[ReadSpec], done: int = 0) ->
     try:
         with closing(SliceReader.of(reader)) as slices:
             for spec in specs:
-                rows = sum(span.rows for span in spec)
+                rows = count_rows(spec)
                 skipped, done = min(rows, done), max(0, done - rows)
                 if skipped == rows:
                     continue

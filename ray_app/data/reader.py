@@ -53,6 +53,7 @@ from ray_app.data.bad_rows import (
     insert_bad_rows,
     read_reasons,
     usable_mask,
+    zero_row,
 )
 from ray_app.data.parquet_files import DataFile, OpenFiles
 from ray_app.errors import BadRowError, DataError, StorageError
@@ -98,6 +99,11 @@ ReadSlice = Callable[[Span], pa.Table]
 """Returns the rows of a span of a large row group as they are stored."""
 
 
+def count_rows(spec: ReadSpec) -> int:
+    """Returns the number of rows of a read task."""
+    return sum(span.rows for span in spec)
+
+
 def describe_spec(spec: ReadSpec, max_spans: int = 6) -> str:
     """Returns the rows of a read task for a message: `part-0.parquet, row group 2, rows 0 to 31`."""
     spans = [
@@ -128,6 +134,12 @@ class Reader:
     skips: bool = False
     keyed: bool = False
     rules: ReadRules = ReadRules()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns of the tables that `read` yields."""
+        row = {name: zero_row(spec) for name, spec in self.fields.items()} | {POSITION: np.zeros(1, np.int64)}
+        return _encode(row, [None] if self.skips else None).schema
 
     def read(self, spec: ReadSpec, read_slice: ReadSlice | None = None) -> Iterator[pa.Table]:
         """Yields the decoded rows of `spec` in order, a block at a time.
@@ -179,7 +191,7 @@ class Reader:
 
     def _decode_block(self, span: Span, rows: dict[str, Any], bad: dict[int, str]) -> pa.Table:
         """Returns the decoded rows of a span; `bad` has the reasons of rows that `rows` lacks, by index in the span."""
-        reasons: list[str | None] = []
+        reasons: list[str | None] | None = None
         if self.skips:
             decoded, reasons = decode_good_rows(self.decode, rows, span.rows - len(bad), self.fields)
             if bad:
@@ -190,9 +202,7 @@ class Reader:
             except Exception as error:
                 raise self._locate_error(span, rows, error) from error
         decoded[POSITION] = np.arange(span.position, span.position + span.rows)
-        encoded = [to_column(name, values) for name, values in decoded.items()]
-        table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
-        return table.append_column(REASON, pa.array(reasons, pa.string())) if self.skips else table
+        return _encode(decoded, reasons)
 
     def _locate_error(self, span: Span, rows: dict[str, Any], error: Exception) -> DataError:
         """Returns the error that names the row that cannot be decoded."""
@@ -205,6 +215,13 @@ class Reader:
         return DataError(
             f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {row_error_reason(error)}"
         )
+
+
+def _encode(rows: dict[str, Field], reasons: list[str | None] | None) -> pa.Table:
+    """Returns decoded rows as a table, with the column `REASON` if bad rows are skipped."""
+    encoded = [to_column(name, values) for name, values in rows.items()]
+    table = pa.Table.from_arrays([data for _, data in encoded], schema=pa.schema([field for field, _ in encoded]))
+    return table if reasons is None else table.append_column(REASON, pa.array(reasons, pa.string()))
 
 
 def read_span(file: DataFile, span: Span, columns: list[str]) -> pa.Table:
@@ -523,18 +540,29 @@ class Decoded:
     reasons: dict[int, str]
 
 
-def load_all(fetch: Fetch, source: RowSource) -> Decoded:
-    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
-    manifest = source.manifest
-    columns = Columns(source.fields, manifest.num_rows)
+def take_rows(rows: RowStream, fields: dict[str, ArraySpec], positions: npt.NDArray[np.int64]) -> Decoded:
+    """Returns the next rows of a stream; raises DataError unless they are those at the manifest positions, in order.
+
+    Each table is copied to its part of the fields as it arrives and is then freed, so that the rows are in memory only
+    once.
+    """
+    columns = Columns(fields, len(positions))
     reasons: dict[int, str] = {}
     done = 0
-    for table in fetch(source.reader, plan_all_reads(manifest, source.task_rows)):
-        positions = np.arange(done, done + table.num_rows)
-        check_positions(table, positions)
-        reasons |= read_reasons(table, positions)
+    while done < len(positions):
+        table = rows.next(len(positions) - done)
+        expected = positions[done : done + table.num_rows]
+        check_positions(table, expected)
+        reasons |= read_reasons(table, expected)
         columns.add(table)
         done += table.num_rows
-    if done != manifest.num_rows:
-        raise DataError(f"Read {done} rows of {manifest.num_rows}; the data set changed while it was read.")
     return Decoded(columns.all(), reasons)
+
+
+def load_all(fetch: Fetch, source: RowSource) -> Decoded:
+    """Decodes a whole data set into memory; raises DataError if rows are missing or not the planned ones."""
+    tables = fetch(source.reader, plan_all_reads(source.manifest, source.task_rows))
+    decoded = take_rows(RowStream(tables), source.fields, np.arange(source.manifest.num_rows))
+    for table in tables:
+        check_positions(table, np.empty(0, np.int64))
+    return decoded

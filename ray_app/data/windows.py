@@ -22,9 +22,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from ray_app.data.arrays import Columns
-from ray_app.data.bad_rows import read_reasons
-from ray_app.data.reader import Decoded, Fetch, ReadSpec, RowSource, RowStream, check_positions, plan_reads
+from ray_app.data.reader import Decoded, Fetch, ReadSpec, RowSource, RowStream, plan_reads, take_rows
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.order import Cursor, EpochOrder, Plan, order_by_length
 from ray_app.task.ragged import Arrays, Ragged
@@ -390,25 +388,7 @@ class StreamedWindows:
             v = read.logical_worker
             number = read.window
             stored = order.stored_positions(v, number)
-            fields, reasons = self._load_fields(rows, stored)
+            decoded = take_rows(rows, self._source.fields, stored)
             index = order.window_order(v, number)
-            window = Window(order, v, number, fields, index, stored[index], reasons)
+            window = Window(order, v, number, as_storage(decoded.arrays), index, stored[index], decoded.reasons)
             yield (order.epoch, number, v), window.prepare(_MIN_PREPARED_STEPS, _PREPARED_BYTES)
-
-    def _load_fields(self, rows: RowStream, stored: npt.NDArray[np.int64]) -> tuple[Storage, dict[int, str]]:
-        """Returns the fields of a window's rows and the reasons of bad rows, and checks the rows against the plan.
-
-        The fields are in reading order, each (rows, ...); the reasons are by manifest position. Each table is copied to
-        its part of the fields as it arrives and is then freed, so that a window is in memory only once.
-        """
-        columns = Columns(self._source.fields, len(stored))
-        reasons: dict[int, str] = {}
-        done = 0
-        while done < len(stored):
-            table = rows.next(len(stored) - done)
-            positions = stored[done : done + table.num_rows]
-            check_positions(table, positions)
-            reasons |= read_reasons(table, positions)
-            columns.add(table)
-            done += table.num_rows
-        return as_storage(columns.all()), reasons

@@ -321,7 +321,7 @@ def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray]
                 raise
         newest = CheckpointStore(context.paths).commits()[-1]
         folder = context.paths.checkpoint(newest.step, newest.fence)
-        name = max(newest.files, key=lambda name: newest.files[name]["bytes"])
+        name = newest.prefix + max(newest.files, key=lambda name: newest.files[name]["bytes"])
         put_atomic(folder / name, bytes(damage(bytearray((folder / name).read_bytes()))))
         context.evidence.put("damaged", step=newest.step, checkpoint=folder.name, file=name)
 

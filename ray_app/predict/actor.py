@@ -23,7 +23,7 @@ from torch import Tensor
 from ray_app.checkpoint.format import MODEL, params_digest, unpack_model
 from ray_app.data.arrays import ArraySpec, fixed_array, from_column, to_column, to_list_array
 from ray_app.data.parquet_files import DataFile
-from ray_app.data.reader import POSITION, ReadSpec, check_positions, read_span
+from ray_app.data.reader import POSITION, ReadSpec, check_positions, count_rows, read_span
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.models import loader
@@ -133,7 +133,7 @@ class PredictActor:
         kind_of(self._device).use(self._device)
         position = int(fixed_array(table.column(POSITION), ArraySpec("<i8", ()))[0])
         name, spec = self._job.parts[position]
-        rows = sum(span.rows for span in spec)
+        rows = count_rows(spec)
         check_positions(table, np.arange(position, position + rows))
         outputs = self._outputs(table, spec)
         positions = pa.table({"position": np.arange(position, position + rows)})

@@ -23,7 +23,7 @@ from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset, hash_files, open_dataset, sha256
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.probes import probe
-from ray_app.data.reader import Reader, ReadSpec, cut_reads, rows_per_task
+from ray_app.data.reader import Reader, ReadSpec, count_rows, cut_reads, rows_per_task
 from ray_app.devices import HOST, accelerator
 from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
@@ -162,7 +162,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "manifest_digest": manifest.digest,
         "content_digest": digest_json(hash_files(to_location(dataset.root), manifest.paths)),
         "columns": carried,
-        "rows_per_part": max(sum(span.rows for span in spec) for spec in cut),
+        "rows_per_part": max(map(count_rows, cut)),
         "batch_size": section.batch_size,
         "threads": section.threads,
         "device": device,

@@ -215,12 +215,13 @@ def _read_source(source: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
     location = to_location(source)
     if RunPaths(location).config.exists():
         return _read_best_checkpoint(RunPaths(location)), _read_run_classes(RunPaths(location))
-    if not (location / WEIGHTS).exists():
+    commit = (read_json(location / COMMIT) if (location / COMMIT).exists() else None) or {}
+    weights = location / f"{commit.get('prefix', '')}{WEIGHTS}"
+    if not weights.exists():
         return read_parameters(source, None), _read_package_classes(source)
-    params = read_parameters(str(location / WEIGHTS), None)
-    commit = read_json(location / COMMIT)
-    if commit is None:
-        return params, _read_package_classes(str(location / WEIGHTS))
+    params = read_parameters(str(weights), None)
+    if not commit:
+        return params, _read_package_classes(str(weights))
     if commit.get("params_digest") != params_digest(params):
         raise ConfigError(f"train.init_from {source!r} is damaged: its parameters are not those of its {COMMIT}.")
     return params, _read_run_classes(RunPaths(location.parent.parent))

@@ -112,7 +112,8 @@ class Champion:
         with tempfile.TemporaryDirectory() as folder:
             tensors = load_parameters(download_version(self.uri, self.version, Path(folder)))
         file = self.paths.parameters(self.version.params_digest)
-        put_atomic(file, safetensors.torch.save(tensors), if_absent=True)
+        if not file.exists():
+            put_atomic(file, safetensors.torch.save(tensors))
         return file
 
     @cached_property

@@ -74,7 +74,7 @@ def put_atomic(path: Location, data: Content, *, if_absent: bool = False, mode: 
     """Writes a file atomically: every reader sees the old file, the new one, or none.
 
     This holds also if the writer is stopped in the middle. On a disk a temporary file is synced, then renamed or linked
-    into place; in a bucket it is one put, or on S3 one upload in parts if it is large.
+    into place; in a bucket it is one request, or one upload in parts, see `ObjectPath.put`.
 
     Args:
         path: The file; its folder is created.
@@ -238,10 +238,11 @@ def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Locatio
 
     Args:
         folder: The folder; it need not exist.
-        temporary: Return the temporary files instead, which writers leave that are stopped in the middle.
+        temporary: Return the temporary files instead, which writers leave that are stopped in the middle; none are in a
+            bucket.
     """
     if isinstance(folder, ObjectPath):
-        return dict(sorted(folder.listing(temporary).items()))
+        return {} if temporary else dict(sorted(folder.listing().items()))
     start = len(str(folder)) + 1
     relative_paths = [
         os.path.join(root, name)[start:]
@@ -303,9 +304,6 @@ def file_version(file: Location) -> str:
 
 def remove_temporary(folder: Location) -> None:
     """Removes the temporary files in a folder, which writers leave that are stopped in the middle."""
-    if isinstance(folder, ObjectPath):
-        folder.end_uploads()
-        return
     for file in list_tree(folder, temporary=True).values():
         file.unlink(missing_ok=True)
 

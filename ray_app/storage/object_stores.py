@@ -1,22 +1,14 @@
 """Objects in buckets of S3, Google Cloud Storage and Azure Blob Storage, for runs, exports and data.
 
 `ObjectPath` is a location in a bucket. All stores are reached through obstore, with time limits and retries. Every
-failure is an `OSError`; its number says the kind, see `_classify`.
-
-botocore, which is imported at the first use of S3, does what S3 offers and obstore does not:
-
-- Credentials of profiles: static ones, those of a single sign-on, of an assumed role or of another program.
-- Uploads in parts that replace no object. obstore's conditional put is one request, and S3 takes at most 5 GB in one; a
-  checkpoint may be larger.
-- A list of the uploads that killed writers have not finished; their parts use storage until the upload is ended.
-- Objects with a slash at the end of the key, by which consoles show folders.
+failure is an `OSError`; its number says the kind, see `_classify`. botocore, which is imported at the first use of S3,
+finds the credentials of profiles: static ones, those of a single sign-on, of an assumed role or of another program.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
-import logging
 import mmap
 import os
 import re
@@ -33,10 +25,8 @@ from urllib.parse import parse_qsl, urlsplit
 from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 PART_BYTES = 16 << 20
-"""Larger objects are read by concurrent requests of this size, and uploaded to S3 in parts of it."""
+"""Larger objects are read by concurrent requests of this size, and uploaded in parts of it."""
 CONNECTIONS = 64
 """The number of simultaneous requests of a process to a bucket."""
 _PARALLEL_READS = 16
@@ -80,8 +70,6 @@ class _ObjectStore:
         options: The parameters that a URI may have.
         credentials: Where credentials come from, for messages.
         container: What a URI begins with, for messages.
-        uses_botocore: Whether the server speaks S3's protocol, so that botocore does what obstore does not: uploads in
-            parts that replace no object, lists of unfinished uploads, and keys that end with a slash.
     """
 
     store: str
@@ -89,7 +77,6 @@ class _ObjectStore:
     options: Sequence[str]
     credentials: str
     container: str = "bucket"
-    uses_botocore: bool = False
 
 
 _OBJECT_STORES = {
@@ -98,7 +85,6 @@ _OBJECT_STORES = {
         lambda options: _s3_config(_endpoint(options), options.get("region"), "anonymous" in options),
         ("endpoint_override", "region", "scheme", "anonymous"),
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of the machine",
-        uses_botocore=True,
     ),
     "gs": _ObjectStore(
         "GCSStore",
@@ -247,28 +233,31 @@ class ObjectPath:
     def put(self, data: bytes | mmap.mmap, if_absent: bool) -> bool:
         """Writes the object, see `storage.files.put_atomic`; returns whether it was written.
 
-        It is one request, except for large objects on S3. With `if_absent` an existing object with the same content
-        counts as written: if the answer to a put is lost, the repeated put finds the object of the first.
+        A large object is uploaded in parts and appears with the last request. A writer that is killed leaves the parts,
+        which a lifecycle rule of the bucket removes. With `if_absent` it is one request, for which S3 and Azure have a
+        limit of 5 GB, and an existing object with the same content counts as written: if the answer to a put is lost,
+        the repeated put finds the object of the first.
         """
-        if self._kind.uses_botocore and len(data) > PART_BYTES:
-            with self._errors():
-                written = _put_parts(self._s3, self.bucket, self.key, data, PART_BYTES, if_absent)
-        elif if_absent:
-            written = self._put_absent(data)
-        else:
-            with self._errors(len(data)) as store:
-                store.put(self.key, data, use_multipart=False)
-            return True
-        return written or (self.stat().size == len(data) and self._read() == data[:])
+        if if_absent:
+            return self._put_absent(data) or (self.stat().size == len(data) and self._read() == data[:])
+        part_bytes = max(PART_BYTES, -(-len(data) // _MAX_PARTS))
+        with self._errors(min(len(data), part_bytes)) as store:
+            store.put(self.key, data, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS)
+        return True
 
-    def listing(self, temporary: bool = False) -> dict[str, Self]:
+    def listing(self) -> dict[str, Self]:
         """Returns the objects below this prefix, see `storage.files.list_tree`.
 
-        Args:
-            temporary: Return the unfinished uploads to S3 instead; the other stores have none.
+        obstore lists objects by which consoles show folders without the slash at the end of their keys; only a request
+        distinguishes them from empty files.
         """
-        paths = map(self._at, self._uploads()) if temporary else self._scan()[0]
-        return {path.key.removeprefix(self._prefix): path for path in paths}
+        with self._errors() as store:
+            listed = [self._listed(meta) for chunk in store.list(self.key or None) for meta in chunk]
+        return {
+            path.key.removeprefix(self._prefix): path
+            for path in listed
+            if path.key != self.key and (path.size or path.exists())
+        }
 
     def entries(self) -> tuple[list[Self], list[str]]:
         """Returns the objects directly below this prefix, and the names of the folders there."""
@@ -282,25 +271,13 @@ class ObjectPath:
         with self._errors() as store:
             return any(meta["path"] != self.key for chunk in store.list(self.key or None) for meta in chunk)
 
-    def end_uploads(self) -> None:
-        """Ends the unfinished uploads below this prefix, so that their parts use no storage."""
-        for key, upload_id in self._uploads().items():
-            _end_upload(self._s3, self.bucket, key, upload_id)
-
     def remove_tree(self) -> None:
-        """Removes all objects below this prefix, and ends the uploads."""
-        objects, markers = self._scan()
-        while objects:
+        """Removes all objects below this prefix."""
+        while keys := [path.key for path in self.listing().values()]:
             # Google and Azure raise this for an object that another process has removed meanwhile.
             with suppress(FileNotFoundError), self._errors() as store:
-                store.delete([path.key for path in objects])
+                store.delete(keys)
                 break
-            objects, _ = self._scan()
-        if markers and self._kind.uses_botocore:
-            with self._errors():
-                for key in markers:
-                    self._s3.delete_object(Bucket=self.bucket, Key=f"{key}/")
-        self.end_uploads()
 
     @property
     def _prefix(self) -> str:
@@ -311,12 +288,6 @@ class ObjectPath:
     def _kind(self) -> _ObjectStore:
         return _OBJECT_STORES[self.scheme]
 
-    @property
-    def _s3(self) -> Any:
-        options = dict(parse_qsl(self.query))
-        with _opening:
-            return _s3_client(_endpoint(options), options.get("region"), _TIMEOUT_S, _ATTEMPTS)
-
     def _at(self, key: str) -> Self:
         return replace(self, key=key, etag="", size=None, changed_s=0)
 
@@ -324,23 +295,6 @@ class ObjectPath:
         """Returns the location of an object that the store describes."""
         changed_s = int(meta["last_modified"].timestamp())
         return replace(self, key=meta["path"], etag=meta["e_tag"] or "", size=meta["size"], changed_s=changed_s)
-
-    def _scan(self) -> tuple[list[Self], list[str]]:
-        """Returns the objects below this prefix, and the keys of those by which consoles show folders.
-
-        obstore lists the second ones without the slash at the end; only a request distinguishes them from empty files.
-        """
-        with self._errors() as store:
-            listed = [self._listed(meta) for chunk in store.list(self.key or None) for meta in chunk]
-        markers = {path.key for path in listed if path.size == 0 and not path.exists()}
-        return [path for path in listed if path.key not in markers and path.key != self.key], sorted(markers)
-
-    def _uploads(self) -> dict[str, str]:
-        """Returns the unfinished uploads below this prefix: the id by the key."""
-        if not self._kind.uses_botocore:
-            return {}
-        with self._errors():
-            return _unfinished_uploads(self._s3, self.bucket, self._prefix)
 
     def _read(self) -> bytes:
         with self._errors() as store:
@@ -380,8 +334,11 @@ class ObjectPath:
         from obstore.exceptions import BaseError
 
         raised: tuple[type[Exception], ...] = (OSError, ValueError, BaseError)
-        if self._kind.uses_botocore:
-            raised += _s3_errors()
+        if self.scheme == "s3":
+            require("botocore", "s3://")
+            from botocore.exceptions import BotoCoreError, ClientError
+
+            raised += BotoCoreError, ClientError
         try:
             with _opening:
                 store = _open_store(self.scheme, self.bucket, self.query, _TIMEOUT_S * (1 + num_bytes // PART_BYTES))
@@ -508,80 +465,3 @@ def _s3_config(endpoint: str | None, region: str | None, anonymous: bool) -> dic
         }
 
     return config | {"credential_provider": provide}
-
-
-@functools.cache
-def _s3_client(endpoint: str | None, region: str | None, timeout_s: float, attempts: int) -> Any:
-    """Returns the client for a server, one per process; many threads may use it.
-
-    Importing botocore and reading its models takes half a second.
-    """
-    import botocore.session
-    from botocore.config import Config
-
-    is_custom_server = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    config = Config(
-        connect_timeout=5,
-        read_timeout=timeout_s,
-        retries={"mode": "standard", "total_max_attempts": attempts},
-        max_pool_connections=32,
-        s3={"addressing_style": "path"} if is_custom_server else {},
-    )
-    region = region or os.environ.get("AWS_REGION")
-    return botocore.session.get_session().create_client("s3", region_name=region, endpoint_url=endpoint, config=config)
-
-
-def _s3_errors() -> tuple[type[Exception], ...]:
-    """Returns the classes of botocore's errors.
-
-    Raises:
-        ConfigError: botocore is not installed.
-    """
-    require("botocore", "s3://")
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    return BotoCoreError, ClientError
-
-
-def _put_parts(client: Any, bucket: str, key: str, data: bytes | mmap.mmap, part_bytes: int, if_absent: bool) -> bool:
-    """Uploads an object in parts; it appears with the last call, or not at all.
-
-    Returns:
-        Whether it was written; False only with `if_absent`, if the object existed.
-    """
-    from botocore.exceptions import ClientError
-
-    size = max(part_bytes, -(-len(data) // _MAX_PARTS))
-    target = {"Bucket": bucket, "Key": key}
-    upload = target | {"UploadId": client.create_multipart_upload(**target)["UploadId"]}
-
-    def put_part(number: int) -> dict[str, Any]:
-        answer = client.upload_part(**upload, PartNumber=number, Body=data[(number - 1) * size : number * size])
-        checksum = {name: answer[name] for name in ("ChecksumCRC32", "ChecksumCRC64NVME") if name in answer}
-        return {"PartNumber": number, "ETag": answer["ETag"], **checksum}
-
-    try:
-        with ThreadPoolExecutor(_PARALLEL_PARTS) as pool:
-            parts = list(pool.map(put_part, range(1, -(-len(data) // size) + 1)))
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
-        client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts}, **condition)
-    except BaseException as error:
-        _end_upload(client, bucket, key, upload["UploadId"])
-        if isinstance(error, ClientError) and error.response["Error"]["Code"] == "PreconditionFailed":
-            return False
-        raise
-    return True
-
-
-def _unfinished_uploads(client: Any, bucket: str, prefix: str) -> dict[str, str]:
-    """Returns the unfinished uploads of keys with a prefix: the id of each by its key."""
-    pages = client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix)
-    return {upload["Key"]: upload["UploadId"] for page in pages for upload in page.get("Uploads", ())}
-
-
-def _end_upload(client: Any, bucket: str, key: str, upload_id: str) -> None:
-    """Ends an upload, so that its parts use no storage. If that fails, `_unfinished_uploads` still returns it."""
-    try:
-        client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
-    except _s3_errors() as error:
-        logger.warning("The upload of s3://%s/%s could not be ended: %s", bucket, key, error)

@@ -84,11 +84,17 @@ class S3Server:
 
     def make_public(self, path: ObjectPath) -> None:
         """Lets everyone read an object without credentials."""
-        url = f"http://{self.address}/{path.bucket}/{path.key}?acl"
+        self._put(path, "?acl", {"x-amz-acl": "public-read"})
+
+    def make_folder_object(self, path: ObjectPath) -> None:
+        """Puts an empty object with a trailing slash, by which consoles show a folder."""
+        self._put(path, "/", {})
+
+    def _put(self, path: ObjectPath, end: str, headers: dict[str, str]) -> None:
         # moto checks that there is a signature, but not the signature itself.
-        signature = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3"
-        headers = {"x-amz-acl": "public-read", "Authorization": signature}
-        request = urllib.request.Request(url, method="PUT", headers=headers)
+        signature = {"Authorization": "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3"}
+        url = f"http://{self.address}/{path.bucket}/{path.key}{end}"
+        request = urllib.request.Request(url, b"", headers | signature, method="PUT")
         urllib.request.urlopen(request, timeout=10).close()
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_and_not_marked_damaged(
     for _ in range(2):
         step, [fallback] = load(store)
         assert step == 2
-        assert "schema version 99; this version reads 2" in fallback.reason
+        assert "schema version 99; this version reads 3" in fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
     (newest / "COMMIT.json").write_bytes(intact)
     assert load(store) == (3, [])
@@ -232,14 +232,14 @@ def test_a_run_without_checkpoints_loads_none(paths: RunPaths) -> None:
     assert CheckpointStore(paths).load_newest(lambda _: None) is None
 
 
-@pytest.mark.parametrize("written", [0, 1, 2])
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
 def test_a_crash_before_the_commit_marker_leaves_the_previous_checkpoint(
     store: CheckpointStore, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, written: int
 ) -> None:
-    """The process dies after `written` files; after two of them it dies between the data and the commit marker."""
+    """The process dies after `written` files; after three of them it dies between the data and the commit marker."""
     done: list[Path] = []
 
-    def dying(path: Path, data: bytes, if_absent: bool) -> bool:
+    def dying(path: Path, data: bytes, if_absent: bool = False) -> bool:
         if len(done) == written:
             raise KilledError(path.name)
         done.append(path)
@@ -249,7 +249,7 @@ def test_a_crash_before_the_commit_marker_leaves_the_previous_checkpoint(
     monkeypatch.setattr(
         store_module, "put_json", lambda path, value, if_absent: dying(path, json.dumps(value).encode(), if_absent)
     )
-    with pytest.raises(KilledError, match=[MODEL, TRAINING, "COMMIT.json"][written]):
+    with pytest.raises(KilledError, match=["WRITER.json", MODEL, TRAINING, "COMMIT.json"][written]):
         store.write(pack(snapshot_of(4)), commit_of(4))
     monkeypatch.undo()
     assert load(store) == (3, [])

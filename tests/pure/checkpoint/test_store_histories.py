@@ -137,7 +137,7 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(data=st.data())
     def damage(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.intact)))
-        file = Path(str(self.paths.checkpoint(*key))) / TRAINING
+        [file] = Path(str(self.paths.checkpoint(*key))).glob(f"*{TRAINING}")
         content = bytearray(file.read_bytes())
         content[data.draw(st.integers(0, len(content) - 1))] ^= 1
         file.write_bytes(content)

@@ -16,7 +16,7 @@ from ray_app import run_training
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.variables import DEFAULT_EXPERIMENT
-from ray_app.data.disk_cache import SUMS
+from ray_app.data.disk_cache import INDEX
 from ray_app.driver.run import Faults
 from ray_app.errors import BudgetSpentError, ConfigError, RunExistsError
 from ray_app.runlog.history import read_steps
@@ -59,8 +59,8 @@ def test_results_are_bit_identical_for_any_number_of_workers(
     assert record_of(tmp_path / "runs" / "run") == reference_run["record"]
     assert summary["rows"] == reference_run["rows"] == sum(sum(rows) for _, _, rows, _ in reference_run["record"])
     if cache == "disk":
-        [sums] = (tmp_path / "cache").glob(f"*/{SUMS}")
-        assert np.fromfile(sums, np.uint64).all(), "a row is not cached after the first epoch"
+        [index] = (tmp_path / "cache").glob(f"*/{INDEX}")
+        assert np.fromfile(index, np.uint64).all(), "a row is not cached after the first epoch"
 
 
 @pytest.mark.parametrize(
