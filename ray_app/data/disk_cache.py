@@ -361,10 +361,10 @@ class DiskCache:
         data = batch.serialize()
         offset = self._reserve(_HEADER_BYTES + data.size)
         header = np.array([data.size, _checksum(data)], np.uint64)
-        if os.pwritev(self._rows, [header, data], offset) < _HEADER_BYTES + data.size:
+        if os.pwritev(self._rows, [header.data, data], offset) < _HEADER_BYTES + data.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         # The index comes last: a row counts once it is there.
-        os.pwrite(self._index, np.full(len(batch), offset, np.int64), 8 * (position + 1))
+        os.pwrite(self._index, np.full(len(batch), offset, np.int64).data, 8 * (position + 1))
 
     def _reserve(self, size: int) -> int:
         """Returns the offset of `size` bytes that no other process writes to; it is never zero."""
