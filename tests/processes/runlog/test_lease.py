@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ray_app.checkpoint.format import pack
-from ray_app.checkpoint.store import CheckpointStore
+from ray_app.checkpoint.store import WRITER, CheckpointStore
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.runlog import lease as lease_module
@@ -326,15 +326,16 @@ def test_a_lease_lost_before_the_commit_marker_leaves_no_checkpoint(tmp_path: Pa
     store, files = CheckpointStore(paths), pack(snapshot_of(1))
 
     class Files(dict[str, bytes]):
-        def items(self) -> Any:
-            yield from files.items()
-            put_json(paths.fence(2), asdict(LeaseRecord(REMOTE_HOLDER, 0.0, time.time(), 30.0)))
+        def __getitem__(self, name: str) -> bytes:
+            if name == list(self)[-1]:
+                put_json(paths.fence(2), asdict(LeaseRecord(REMOTE_HOLDER, 0.0, time.time(), 30.0)))
+            return super().__getitem__(name)
 
     put_json(paths.fence(1), asdict(LeaseRecord(LOCAL_HOLDER, 0.0, time.time(), 30.0)))
     with pytest.raises(LeaseLostError):
-        store.write(Files(), commit_of(1))
+        store.write(Files(files), commit_of(1))
     assert store.commits() == []
-    assert not paths.checkpoint(1, 1).exists(), "an incomplete checkpoint stays"
+    assert [file.name for file in paths.checkpoint(1, 1).iterdir()] == [WRITER], "an incomplete checkpoint stays"
 
 
 def test_only_fence_files_count_and_old_ones_are_removed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import COMMIT, CheckpointStore, Commit, Pin
+from ray_app.checkpoint.store import COMMIT, WRITER, CheckpointStore, Commit, Pin
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.retry import Retry
@@ -212,8 +212,10 @@ class CheckpointWriterMachine(RuleBasedStateMachine):
             self.store.load(commit)
 
     @invariant()
-    def failed_checkpoints_leave_no_folder(self) -> None:
-        folders = Counter(int(folder.name.split("-")[1]) for folder in Path(str(self.paths.checkpoints)).glob("*"))
+    def failed_checkpoints_leave_no_files(self) -> None:
+        """`WRITER.json` stays, so that a slow writer cannot mix its files with those of a later one."""
+        files = [file for file in Path(str(self.paths.checkpoints)).glob("*/*") if file.name != WRITER]
+        folders = Counter(int(name.split("-")[1]) for name in {file.parent.name for file in files})
         assert folders == Counter(self.committed)
 
     @invariant()
