@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -241,7 +241,9 @@ class Campaign:
         """Asks the stepping workers to form the next generation with the waiting ones."""
         for worker in self._live:
             if worker.state == "steps":
-                worker.pipe.send(("reform", self._number))
+                # It may have died; `_receive` gets its last message and removes it.
+                with suppress(BrokenPipeError):
+                    worker.pipe.send(("reform", self._number))
 
     def _remove(self, worker: _Worker) -> None:
         worker.process.join()
