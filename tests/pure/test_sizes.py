@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_329,
     "ray_app/watch": 1_126,
     "ray_app/*.py": 2_166,
-    "tests": 71_314,
+    "tests": 71_321,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
