@@ -12,8 +12,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.cli.main import exit_code
-from ray_app.cluster.ray_private import nodes_with_labels
-from ray_app.cluster.resources import cluster, fits_on_node
+from ray_app.cluster.resources import check_evaluator_fits, cluster
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config
 from ray_app.config.sections import ClassSpec
@@ -87,7 +86,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     config = _make_config(paths, options, task)
     job = _make_job(paths, config, options)
     with cluster(config):
-        _check_resources(config)
+        check_evaluator_fits(config, ray.nodes())
         evaluator = start_evaluator(job)
         try:
             _follow(job, evaluator, options.follow, console)
@@ -173,17 +172,6 @@ def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, consol
             kind = DataError if isinstance(failure, DataError) else EvaluationError
             raise kind(f"The evaluator gave up: {failure}")
         time.sleep(poll_interval_s(job.paths.root))
-
-
-def _check_resources(config: Config) -> None:
-    """Raises `ConfigError` if the evaluator needs more resources than any node has."""
-    section, selector = config.evaluate, config.scaling.label_selector
-    if not fits_on_node(nodes_with_labels(ray.nodes(), selector), section.num_cpus, section.num_gpus):
-        labels = f", labeled {selector}," if selector else ""
-        raise ConfigError(
-            f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
-            " Give less with --num_cpus and --num_gpus (0: it computes on the CPU), or add a node."
-        )
 
 
 def _publish(paths: RunPaths, config: Config) -> None:

@@ -238,8 +238,8 @@ def connection_errors() -> Iterator[None]:
     """Turns errors of connecting to Ray that a user can fix into errors that say how.
 
     Raises:
-        ConfigError: The cluster does not answer or requires a token, its address is none, or the folder of Ray's
-            sockets has too long a path.
+        ConfigError: The cluster does not answer or requires a token, its address cannot be read, or the folder of
+            Ray's sockets has too long a path.
     """
     try:
         yield
@@ -349,6 +349,8 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     if max_resources is None:
         on_labeled = count_on_labeled(config, capacity.nodes)
         _check_labeled(config, capacity.nodes, on_labeled)
+        if capacity.nodes and has_evaluator(config):
+            check_evaluator_fits(config, capacity.nodes)
         workers = min(workers, on_labeled)
     if workers < scaling.min_workers:
         has = "has" if max_resources is None else "grows to at most"
@@ -364,9 +366,18 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
     return int(workers)
 
 
-def fits_on_node(nodes: Iterable[Node], cpus: float, gpus: float) -> bool:
-    """Returns whether a node has so many CPUs and GPUs."""
-    return any(n["Resources"].get("CPU", 0.0) >= cpus and n["Resources"].get("GPU", 0.0) >= gpus for n in nodes)
+def check_evaluator_fits(config: Config, nodes: Iterable[Node]) -> None:
+    """Raises `ConfigError` if no node has what an actor of the evaluator reserves; Ray would wait for one for ever."""
+    section, selector = config.evaluate, config.scaling.label_selector
+    resources = [node["Resources"] for node in nodes_with_labels(nodes, selector)]
+    if any(r.get("CPU", 0.0) >= section.num_cpus and r.get("GPU", 0.0) >= section.num_gpus for r in resources):
+        return
+    labels = f", labeled {selector}," if selector else ""
+    raise ConfigError(
+        f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
+        " Give less with evaluate.num_cpus and evaluate.num_gpus (--num_cpus and --num_gpus of ray-app evaluate; 0: it"
+        " computes on the CPU), or add a node."
+    )
 
 
 def count_on_labeled(config: Config, nodes: Sequence[Node]) -> float:

@@ -371,6 +371,10 @@ def _to_list(values: Any) -> list[Any]:
     return list(values.to_pylist() if hasattr(values, "to_pylist") else values.to_list())
 
 
+_TABLES = ("keys", "to_dict", "to_pydict")
+"""Methods of the tables of pandas, Polars and Arrow, which have their rows in memory."""
+
+
 def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
     """Returns rows as dictionaries, and a table without `keys`, as a dictionary of columns; other data unchanged.
 
@@ -389,7 +393,7 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
                     " value."
                 )
         return {name: [row.get(name) for row in data] for name in keys}
-    if hasattr(data, "__arrow_c_stream__") and not {"keys", "to_dict", "to_pydict"} & {*dir(data)}:
+    if hasattr(data, "__arrow_c_stream__") and not any(hasattr(data, name) for name in _TABLES):
         import pyarrow as pa
 
         # A reader of Arrow, or a relation of DuckDB: its query would be executed again for each column.

@@ -363,7 +363,7 @@ def _compare_params(context: PreflightContext, description: str, other: Training
     if other.error is not None:
         text = f"{description}: {other.error}"
     elif other.params != one.params:
-        text = f"{description}: other parameters ({one.params[:12]}, {other.params[:12]}). {advice}"
+        text = f"{description}: different parameters ({one.params[:12]}, {other.params[:12]}). {advice}"
     return CheckResult(text, "failed" if text else "ok", seconds=other.seconds)
 
 

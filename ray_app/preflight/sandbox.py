@@ -13,6 +13,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,12 +157,16 @@ class Sandbox:
                 pipe.close()
 
 
+_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
+
+
 def run_call(path: Path) -> None:
     """Runs one call and writes its result to the file beside it.
 
     An error that is not a `RayAppError` is stored as text, because its class may not be picklable.
     """
-    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    output = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    threading.Thread(target=_truncate_output, daemon=True).start()
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -181,6 +186,14 @@ def run_call(path: Path) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(pickle.dumps((value, error, time.monotonic() - start_s)))
     temporary.rename(path.with_suffix(".result"))
+
+
+def _truncate_output() -> None:
+    """Truncates long output now and then: only its end is shown, and it must not fill the disk."""
+    while True:
+        time.sleep(_TRUNCATE_INTERVAL_S)
+        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
+            os.ftruncate(1, 0)
 
 
 def main() -> None:

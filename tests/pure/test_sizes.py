@@ -14,8 +14,8 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 650,
-    "ray_app/cli": 2_405,
-    "ray_app/cluster": 4_399,
+    "ray_app/cli": 2_393,
+    "ray_app/cluster": 4_410,
     "ray_app/config": 1_698,
     "ray_app/data": 4_221,
     "ray_app/drill": 2_823,
@@ -23,10 +23,10 @@ CEILINGS = {
     "ray_app/evaluate": 661,
     "ray_app/ingest": 9_633,
     "ray_app/keras": 1_000,
-    "ray_app/models": 2_145,
+    "ray_app/models": 2_149,
     "ray_app/plan": 863,
     "ray_app/predict": 614,
-    "ray_app/preflight": 4_590,
+    "ray_app/preflight": 4_603,
     "ray_app/reduction": 2_000,
     "ray_app/report": 1_806,
     "ray_app/retrain": 2_203,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_329,
     "ray_app/watch": 1_126,
     "ray_app/*.py": 2_166,
-    "tests": 71_321,
+    "tests": 71_357,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -192,7 +192,7 @@ def test_a_failing_writer_does_not_make_the_other_fail(
 
 @pytest.mark.parametrize("left", [[], [MODEL], [MODEL, TRAINING]], ids=len)
 def test_files_of_a_killed_writer_are_not_used(paths: RunPaths, left: list[str]) -> None:
-    """They may be damaged by the storage, or belong to other steps."""
+    """The storage may have damaged such a file, or a writer of another step has left it."""
     folder, files = paths.checkpoint(20, 1), pack(snapshot_of(20))
     put_json(folder / WRITER, {"attempt": "killed"})
     for name in left:

@@ -111,9 +111,9 @@ def test_independent_refusals_are_all_reported_and_dependent_checks_skipped(
     ("mistake", "topic", "expected"),
     [
         ("numpy", "randomness", "augment draws from NumPy's generator (numpy.random) (impure_tasks.py, line "),
-        ("pid", "training", "6 steps on one worker, twice: other parameters ("),
-        ("kept", "workers", "6 steps on one worker and on 4: other parameters ("),
-        ("kept", "resume", "6 steps, and the same from step 3 on after a resume on 2 workers: other parameters ("),
+        ("pid", "training", "6 steps on one worker, twice: different parameters ("),
+        ("kept", "workers", "6 steps on one worker and on 4: different parameters ("),
+        ("kept", "resume", "6 steps, and the same from step 3 on after a resume on 2 workers: different parameters ("),
         ("raises", "workers", "6 steps on one worker and on 4: KeyError: 'labels' (impure_tasks.py, line "),
         ("dies", "training", "Its process ended by exit status 9"),
     ],

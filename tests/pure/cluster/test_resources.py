@@ -339,6 +339,14 @@ def test_a_kept_connection_stays_open_for_a_use_that_outlasts_the_run(monkeypatc
     assert calls == ["connect", "disconnect"] * 2
 
 
+@pytest.mark.parametrize("selector", [None, {"zone": "in(a,b)"}])
+def test_an_evaluator_that_fits_on_no_node_is_refused(selector: dict[str, str] | None) -> None:
+    config = ALL.replace(scaling__max_workers=2, scaling__label_selector=selector, evaluate__num_cpus=20)
+    with pytest.raises(ConfigError, match="The evaluator reserves 20 CPU and 0 GPU, which no node"):
+        workers_that_fit(config, ClusterCapacity({"CPU": 64.0}, NODES))
+    assert workers_that_fit(config.replace(data__eval_path=None), ClusterCapacity({"CPU": 64.0}, NODES)) == 2
+
+
 def test_no_worker_starts_on_a_node_from_which_a_straggler_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {name: {"CPU": 4.0, "GPU": workers} for name, workers in (("a", 1.0), ("b", 2.0), ("c", 4.0))}
     monkeypatch.setattr("ray_app.cluster.controller.scaling_policy.available_resources_per_node", lambda: free)
