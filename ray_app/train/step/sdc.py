@@ -449,9 +449,10 @@ class SdcMonitor:
         Raises:
             PeerLostError: The parameters differ, or a peer left meanwhile.
         """
+        if finished_steps % _COMPARE_STEPS or world.size == 1:
+            return
         config = self._job.config
-        is_checked = config.failure.sdc_check_rate > 0 and config.train.strategy_traits.can_compare_parameters
-        if not is_checked or finished_steps % _COMPARE_STEPS or world.size == 1:
+        if not config.failure.sdc_check_rate or not config.train.strategy_traits.can_compare_parameters:
             return
         digests = gather(params_digest(self._state.model.state_dict()), world)
         if len(set(digests)) > 1:
