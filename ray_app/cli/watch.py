@@ -42,6 +42,12 @@ def _watch(options: argparse.Namespace) -> None:
         if options.port is not None:
             server = stack.enter_context(PageServer(looking, options.host, options.port))
             console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)
+            if not server.is_private:
+                console.print(
+                    f"The page listens on {options.host} without encryption: who reads the network reads its token and"
+                    " the page. Safer is the default, with ssh -L PORT:127.0.0.1:PORT MACHINE from elsewhere.",
+                    style="yellow",
+                )
         _show(console, looking, for_ever=options.port is not None)
 
 
