@@ -65,3 +65,31 @@ def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) ->
         "without: AuthenticationError",
         "wrong: AuthenticationError",
     ]
+
+
+_READ_ONLY = """
+mount --make-rprivate /
+mount --bind "$1/tmp" /tmp
+mount -o remount,bind,ro /
+for folder in $(cut -d ' ' -f 2 /proc/mounts | grep -v -E '^/(proc|sys|dev|tmp)'); do
+  mount -o remount,bind,ro "$folder"
+done
+touch "$2/file" 2>/dev/null && echo "the root can be written to"
+exec "$3" -m ray_app train --config conf/digits.yaml --run.storage_path /tmp/runs --tracking.uri sqlite:////tmp/m.db \
+  --scaling.max_workers 1 --train.epochs 1
+"""
+
+
+def test_a_run_needs_no_folder_but_tmp_and_its_storage(tmp_path: Path) -> None:
+    """The pods of deploy/kuberay have a read-only root: a run in a mount namespace with one ends as any other."""
+    (tmp_path / "tmp").mkdir()
+    command = ["unshare", "--mount", "bash", "-c", _READ_ONLY, "bash", str(tmp_path), str(ROOT), sys.executable]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": "/nowhere",
+        "RAY_AUTH_TOKEN": "e" * 64,
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "the root can be written to" not in done.stdout
+    assert "status                        finished" in done.stdout
+    assert [file.name for file in (tmp_path / "tmp" / "runs").glob("*/report.html")] == ["report.html"]
