@@ -219,10 +219,18 @@ def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, mon
     assert not any("__pycache__" in name for name in names)
     assert runtime_env["excludes"] == ["/runs", "data"]
     assert runtime_env["py_modules"][0].startswith("gcs://_ray_pkg_")
-    assert [SubmitSection(ray_app=option).runtime_env() for option in ("installed", "ray_app==0.1.0")] == [
+    assert [SubmitSection(ray_app=option).runtime_env() for option in ("installed", "a==1 -i https://x")] == [
         {},
-        {"pip": ["ray_app==0.1.0"]},
+        {"pip": {"packages": ["a==1"], "pip_install_options": ["-i", "https://x"]}},
     ]
+
+
+@pytest.mark.parametrize("value", ["ray_app==0.2.0", "ray_app", "", "ray_app==0.2.0 --extra-index-url https://x"])
+def test_the_application_is_not_taken_from_the_public_index(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"submit\.ray_app is .*public index.*--index-url"):
+        SubmitSection(ray_app=value).check()
+    for allowed in ("send", "installed", "/my w/ray_app.whl", "ray_app==1 --index-url=https://x", "a --no-index -f /w"):
+        SubmitSection(ray_app=allowed).check()
 
 
 def test_a_cache_must_fit_into_each_object_store() -> None:
