@@ -42,6 +42,7 @@ from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
+from ray_app.drill.stranger import stranger
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
@@ -59,7 +60,7 @@ _SCENARIO_FUNCTIONS = (
     *(scenarios.rendezvous, scenarios.evaluator, scenarios.freeze, scenarios.slow, scenarios.slow_storage),
     *(scenarios.storage_away, scenarios.full_disk, flip, partition, half_open, memory, scenarios.clock_jump),
     *(node, node_rank0, grow, shrink, head, mlflow, scenarios.damage, scenarios.torn_write),
-    *(scenarios.driver, scenarios.evaluator_and_driver),
+    *(stranger, scenarios.driver, scenarios.evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
