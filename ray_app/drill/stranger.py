@@ -2,7 +2,8 @@
 
 It is what another user of a machine, or another host of the network, can do: hold connections, send garbage, endless
 frames, pickles and what it received, and write into the stores at which process groups meet. Where the drill has the
-rights of root, the process has those of `nobody`. Meanwhile a worker is killed, so that a generation forms, too.
+rights of root, the process has those of `nobody`. Meanwhile a worker is killed, so that a generation forms, too; not
+with parameter servers, where none forms.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ray_app.drill.faults import MAX_WAIT_S, Evidence, Kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
+from ray_app.train.strategies.parameter_server.actors import server_names
 
 _ATTACK_S = 10.0
 _CONNECT_S = 1.0
@@ -75,7 +77,7 @@ class BesetByStranger:
             (str(entry.laddr.ip), int(entry.laddr.port))
             for entry in psutil.Process().net_connections("tcp")
             if entry.status == psutil.CONN_LISTEN
-        } | {tuple((self.evidence.get("listening") or {})["address"])}
+        } | {(host, port) for host, port in (self.evidence.get("listening") or {})["addresses"]}
         self._before, self._folder = _size_of_process(), tempfile.mkdtemp()
         command = [sys.executable, "-m", __name__, str(_ATTACK_S), f"{self._folder}/executed"]
         self._process = subprocess.Popen(
@@ -92,20 +94,21 @@ def _size_of_process() -> dict[str, int]:
 
 
 def stranger(context: ScenarioContext) -> Scenario | str:
-    """A process without secrets attacks all ports of the run, and a worker is killed meanwhile."""
-    if context.workers < 2:
+    """A process without secrets attacks all ports of the run; a worker that others can go on without is killed."""
+    has_servers = context.config.train.strategy_traits.has_servers
+    if context.workers < 2 and not has_servers:
         return "one worker has no port to attack"
-    first = context.choose_step()
-    victim = context.random.randrange(1, context.workers)
-    kill = Kill(context.evidence, ["killed-0"], first + 2, [victim])
-    last = context.total_steps - max(3, context.total_steps // 10)
+    first, last = context.choose_step(), context.total_steps - max(3, context.total_steps // 10)
     attack = BesetByStranger(context.evidence, first, last)
-    names = [f"stranger-{rank}" for rank in range(context.workers) if rank != victim]
+    kills = [] if has_servers else [Kill(context.evidence, ["killed-0"], first + 2, [context.workers - 1])]
+    names = [f"stranger-{rank}" for rank in range(1 if has_servers else context.workers - 1)]
 
     def observe(job: Job) -> None:
         if not context.evidence.has("listening"):
-            address, _ = ray.get(ray.get_actor(job.rendezvous).address_and_secret.remote())
-            context.evidence.put("listening", address=address)
+            servers = server_names(job.paths, job.fence, job.config.train.servers) if has_servers else []
+            actors = map(ray.get_actor, [job.rendezvous, *servers])
+            addresses = [ray.get(actor.address_and_secret.remote())[0] for actor in actors]
+            context.evidence.put("listening", addresses=addresses)
 
     def confirm(run: ScenarioResult) -> list[str]:
         attacks = [run.evidence[name] for name in names]
@@ -118,9 +121,9 @@ def stranger(context: ScenarioContext) -> Scenario | str:
             (all(e["new_bytes"] < _MAX_NEW_BYTES for e in attacks), "the stranger's connections hold memory"),
         )
 
-    hooks = Hooks(after_step=context.delayed(first, attack, kill, min_s=_ATTACK_S / 2))
-    expected = ["listening", "killed-0", *names]
-    return Scenario([first], expected, confirm, Faults(train=hooks), observe)
+    after_step = context.delayed(first, attack, *kills, min_s=_ATTACK_S / 2)
+    expected = ["listening", *(name for kill in kills for name in kill.names), *names]
+    return Scenario([first], expected, confirm, Faults(train=Hooks(after_step=after_step)), observe)
 
 
 # --- the stranger's process

@@ -14,8 +14,8 @@ STRATEGIES = {
     "ddp": {},
     "fsdp": {"train.strategy": "fsdp"},
     "central_storage": {"train.strategy": "central_storage"},
-    "parameter_server": {"train.strategy": "parameter_server", "train.servers": 1},
-    "local_sgd": {"train.strategy": "local_sgd", "train.local_steps": 2},
+    "parameter_server": {"train.strategy": "parameter_server", "train.servers": 1, "scaling.max_workers": 3},
+    "local_sgd": {"train.strategy": "local_sgd", "train.local_steps": 5, "train.steps_per_epoch": 20},
 }
 
 

@@ -88,3 +88,6 @@ def test_a_scenario_in_which_the_stranger_did_harm_has_failed(
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
     assert stranger(scenario_context(tmp_path / "one", workers=1)) == "one worker has no port to attack"
+    servers = stranger(scenario_context(tmp_path / "one", workers=1, train__strategy="parameter_server"))
+    assert not isinstance(servers, str)
+    assert servers.expected == ["listening", "stranger-0"]
