@@ -11,6 +11,7 @@ These functions need no private name, but an undocumented attribute or argument:
   after a killed driver could wait for 180 s, see there.
 - `job_config`: by itself Ray passes only the script's folder and the current one to workers, with the private argument
   `_py_driver_sys_path` of `JobConfig`. Without it the folders are passed in `PYTHONPATH`.
+- `on_loopback`: Ray's constant for systems on which it supports one machine only.
 - `quiet_cluster_start`: names of loggers. Without it they would print warnings that a user cannot act on.
 """
 
@@ -36,7 +37,7 @@ import ray
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
-from ray_app.process import current_folder, set_variables
+from ray_app.process import current_folder, restore_setting, set_variables
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -106,6 +107,10 @@ LIST_FOLDER = PrivateName(
 )
 PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
 DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
+CAN_HAVE_NODES = PrivateName(
+    "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
+    "the ports of a cluster that is started here can be reached from other machines",
+)
 UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
 
 # Ray reads the variable when it is imported. Workers get the search path of the driver, without uv.
@@ -139,6 +144,27 @@ def require_token() -> None:
         # The token may be in another place, or the file may belong to another user.
         with suppress(OSError, RuntimeError):
             (Path.home() / ".ray" / "auth_token").chmod(0o600)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Has Ray listen on 127.0.0.1 only in a cluster that this process starts inside the block.
+
+    Ray does so by itself on macOS and Windows. Elsewhere its ports are open on all addresses of the machine, and it has
+    no other option for that: it replaces 127.0.0.1 as the address of a node.
+    """
+    if CAN_HAVE_NODES.find() is None:
+        yield
+        return
+    module, _, name = CAN_HAVE_NODES.path.partition(":")
+    values = vars(sys.modules[module])
+    # The processes of the cluster read the variable, and this process has read it.
+    with (
+        set_variables(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0"),
+        restore_setting(name, functools.partial(values.get, name), functools.partial(values.__setitem__, name)),
+    ):
+        values[name] = False
+        yield
 
 
 @contextmanager

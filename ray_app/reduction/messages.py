@@ -18,7 +18,8 @@ import pickle
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ _HEAD_BYTES = _CONTENT.size + hashlib.sha256().digest_size
 T = TypeVar("T")
 
 
-class _Signature(NamedTuple):
+@dataclass(frozen=True)
+class _Signature:
     """Signs and checks one message, or those of one collective.
 
     Args:
@@ -42,7 +44,7 @@ class _Signature(NamedTuple):
         context: What else than the content the HMAC covers: generation, purpose and number.
     """
 
-    key: bytes
+    key: bytes = field(repr=False)
     context: str
 
     def head(self, sender: int, body: bytes) -> Tensor:
