@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import ray
 
@@ -22,7 +22,7 @@ from ray_app.channel import FrameReader, Listener, pack_frame
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ _FIELD_NAMES = {
     for message_type in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
 }
 """The names of the fields of each message and of the dataclasses in it."""
+
+
+_PLAIN_TYPES = {"int": int, "str": str, "bool": bool}
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
@@ -46,8 +49,18 @@ def _values(message: Any) -> list[Any]:
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat:
-    """Returns the heartbeat in a frame, see `encode`."""
+    """Returns the heartbeat in a frame, see `encode`.
+
+    Raises:
+        ValueError: A value has another type than its field.
+    """
     heartbeat = Heartbeat(*json.loads(data))
+    for name, annotation in Heartbeat.__annotations__.items():
+        value = getattr(heartbeat, name)
+        if (required := _PLAIN_TYPES.get(annotation)) is not None and type(value) is not required:
+            raise ValueError(f"{name} of a heartbeat is of type {type(value).__name__}, not {annotation}")
+    if heartbeat.phase not in get_args(Phase):
+        raise ValueError("a heartbeat has an unknown phase")
     if heartbeat.record is None:
         return heartbeat
     return replace(heartbeat, record=StepRecord(*heartbeat.record))  # type: ignore[misc]
