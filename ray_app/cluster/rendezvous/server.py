@@ -35,7 +35,9 @@ _FIELD_NAMES = {
 """The names of the fields of each message and of the dataclasses in it."""
 
 
-_PLAIN_TYPES = {"int": int, "str": str, "bool": bool}
+_JSON_TYPES = {"int": (int,), "bool": (bool,), "StepRecord | None": (list, type(None))}
+_HEARTBEAT_TYPES = [(field.name, _JSON_TYPES.get(str(field.type), (str,))) for field in fields(Heartbeat)]
+"""The name of each field of a heartbeat, and the types of its value in JSON."""
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
@@ -54,11 +56,11 @@ def decode_heartbeat(data: bytes) -> Heartbeat:
     Raises:
         ValueError: A value has another type than its field.
     """
-    heartbeat = Heartbeat(*json.loads(data))
-    for name, annotation in Heartbeat.__annotations__.items():
-        value = getattr(heartbeat, name)
-        if (required := _PLAIN_TYPES.get(annotation)) is not None and type(value) is not required:
-            raise ValueError(f"{name} of a heartbeat is of type {type(value).__name__}, not {annotation}")
+    values = json.loads(data)
+    wrong = [field for field, value in zip(_HEARTBEAT_TYPES, values, strict=False) if type(value) not in field[1]]
+    if wrong:
+        raise ValueError(f"{wrong[0][0]} of a heartbeat has another type than {wrong[0][1]}")
+    heartbeat = Heartbeat(*values)
     if heartbeat.phase not in get_args(Phase):
         raise ValueError("a heartbeat has an unknown phase")
     if heartbeat.record is None:
