@@ -148,6 +148,10 @@ class PeerLostError(RayAppError):
     retryable = True
 
 
+class ForgedMessageError(PeerLostError):
+    """A message of a peer has no proof that a worker of this run has sent it, so it was not read."""
+
+
 class WrongResultError(RayAppError):
     """This worker's result of a share differs from that of two others (SDC); it ends and is replaced."""
 

@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import ray
 
@@ -22,7 +22,7 @@ from ray_app.channel import FrameReader, Listener, pack_frame
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,11 @@ _FIELD_NAMES = {
     for message_type in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
 }
 """The names of the fields of each message and of the dataclasses in it."""
+
+
+_JSON_TYPES = {"int": (int,), "bool": (bool,), "StepRecord | None": (list, type(None))}
+_HEARTBEAT_TYPES = [(field.name, _JSON_TYPES.get(str(field.type), (str,))) for field in fields(Heartbeat)]
+"""The name of each field of a heartbeat, and the types of its value in JSON."""
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
@@ -46,8 +51,18 @@ def _values(message: Any) -> list[Any]:
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat:
-    """Returns the heartbeat in a frame, see `encode`."""
-    heartbeat = Heartbeat(*json.loads(data))
+    """Returns the heartbeat in a frame, see `encode`.
+
+    Raises:
+        ValueError: A value has another type than its field.
+    """
+    values = json.loads(data)
+    wrong = [field for field, value in zip(_HEARTBEAT_TYPES, values, strict=False) if type(value) not in field[1]]
+    if wrong:
+        raise ValueError(f"{wrong[0][0]} of a heartbeat has another type than {wrong[0][1]}")
+    heartbeat = Heartbeat(*values)
+    if heartbeat.phase not in get_args(Phase):
+        raise ValueError("a heartbeat has an unknown phase")
     if heartbeat.record is None:
         return heartbeat
     return replace(heartbeat, record=StepRecord(*heartbeat.record))  # type: ignore[misc]
