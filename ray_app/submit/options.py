@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ class SubmitSection:
             problems.append(
                 f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
                 " configuration and modules."
+            )
+        folder = Path(self.working_dir).resolve()
+        if folder == Path(folder.anchor) or folder in (home := Path(os.path.expanduser("~")).resolve(), *home.parents):
+            problems.append(
+                f"submit.working_dir is {self.working_dir!r}, {folder}, which is or contains your home folder: its keys"
+                " and histories would be readable by all users of the cluster. Name the folder of the project, with"
+                " your configuration and modules."
             )
         refuse(problems, "submission")
 
