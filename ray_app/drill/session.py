@@ -50,6 +50,7 @@ from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.process import STOP_SIGNALS
 from ray_app.retry import Retry
+from ray_app.runlog.console import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
@@ -267,7 +268,7 @@ class Drill:
             interrupted.listen()
 
         observe = HookChain((listen, observe)) if observe is not None else listen
-        result = run_training(config, Console(file=self._log, width=160), faults, observe)
+        result = run_training(config, TextConsole(file=self._log, width=160), faults, observe)
         if interrupted.is_set or result.status == "interrupted":
             raise KeyboardInterrupt
         return result

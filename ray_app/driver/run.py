@@ -45,6 +45,7 @@ from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
+from ray_app.runlog.console import TextConsole
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
@@ -129,7 +130,7 @@ def run_training(
         DataError: The data is refused, and nothing was started or written; or a row in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    with open_run(config, console or Console(), faults) as run:
+    with open_run(config, console or TextConsole(), faults) as run:
         return run.run(observe)
 
 
@@ -184,7 +185,7 @@ def open_run(
                     put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
                 if prepared.changed:
                     put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
-                quiet_console = SafeConsole(Console(quiet=True, force_jupyter=False))
+                quiet_console = SafeConsole(TextConsole(quiet=True, force_jupyter=False))
                 progress = quiet_console if background else safe_console
                 phases.end("claim")
                 consoles = safe_console, progress

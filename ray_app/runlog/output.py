@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ray_app.process import SafeStream
+from ray_app.runlog.console import without_colors
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact
+from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import Location, poll_interval_s, put_atomic
 
 _MAX_CHARS = 1 << 20
@@ -109,7 +110,7 @@ class _OutputCopy:
         text = "".join(self._parts)
         if chars > _MAX_CHARS:
             text = text[:_MAX_CHARS].rpartition("\n")[0] + f"\n... what follows is in {self._destination} alone\n"
-        put_atomic(self._file, redact(text).encode(errors="replace"))
+        put_atomic(self._file, redact_value(text).encode(errors="replace"))
         self._copied = chars
 
 
@@ -160,6 +161,6 @@ class NewLines:
             # A line that has no end yet is left for the next call.
             complete = data[: data.rfind(b"\n") + 1]
             self._offsets[file.name] = self._offsets.get(file.name, 0) + len(complete)
-            lines += complete.decode(errors="replace").splitlines()
+            lines += without_colors(complete.decode(errors="replace")).splitlines()
         more = len(lines) - _MAX_LINES
         return [*lines[:_MAX_LINES], f"... {more:,} more lines in {self._folder}"] if more > 0 else lines

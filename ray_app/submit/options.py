@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from dataclasses import dataclass
@@ -68,6 +69,13 @@ class SubmitSection:
             problems.append(
                 f"submit.ray_app is {self.ray_app!r}, which pip would look for in the public index, where this name is"
                 " not ours; give the path of a wheel, or an index of yours: 'ray_app==0.2.0 --index-url https://INDEX'."
+            )
+        folder = Path(self.working_dir).resolve()
+        if folder == Path(folder.anchor) or folder in (home := Path(os.path.expanduser("~")).resolve(), *home.parents):
+            problems.append(
+                f"submit.working_dir is {self.working_dir!r}, {folder}, which is or contains your home folder: its keys"
+                " and histories would be readable by all users of the cluster. Name the folder of the project, with"
+                " your configuration and modules."
             )
         refuse(problems, "submission")
 
