@@ -30,6 +30,10 @@ DESCRIPTION = "package.json"
 EXPORTED = "model.pt2"
 WEIGHTS = "model.safetensors"
 TASK = "task.json"
+UNTRUSTED = (
+    "it has no model.pt2, so loading it runs the Python files and the functions that it names. Give trust=True if you"
+    " trust whoever made it."
+)
 _MAX_NAMED = 12
 
 _PROGRAM, _SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
@@ -214,25 +218,30 @@ def _load_pyfunc(data_path: str) -> Predictor:
     described = describe(data_path)
     encoding = described.get("encoding")
     encode_rows = importlib.import_module(encoding["module"]).encode_raw_rows if encoding else None
-    return Predictor(load(data_path), described["inputs"], encoding and encoding["settings"], encode_rows)
+    # MLflow has run code of the package already: this file.
+    return Predictor(load(data_path, trust=True), described["inputs"], encoding and encoding["settings"], encode_rows)
 
 
-def load(folder: str | Path) -> nn.Module:
+def load(folder: str | Path, trust: bool = False) -> nn.Module:
     """Loads the module of a package in plain PyTorch, on the CPU and in evaluation mode.
 
     Args:
         folder: The folder with `package.json`, in an MLflow model `data/model`.
+        trust: Whether code that the package names may run: that of a package without `model.pt2` is its Python files,
+            and whatever its `task.json` names by import paths.
 
     Returns:
         A module that takes the inputs that `package.json` names as arguments, in that order.
 
     Raises:
-        ValueError: The package holds pickled code, which is not run, or other code than a module of the same name that
-            is imported already.
+        ValueError: The package holds pickled code, which is not run; or code, without `trust`; or other code than a
+            module of the same name that is imported already.
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
         return load_exported(folder / EXPORTED).module()
+    if not trust:
+        raise ValueError(f"{folder} is refused: {UNTRUSTED}")
     return _restore_task_module(folder).eval().requires_grad_(False)
 
 
