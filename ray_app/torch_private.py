@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,21 @@ def run_backward(losses: Tensor, weights: Tensor) -> None:
 def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the dictionary in which a module has its own buffers, to notice at once that one was replaced."""
     return module._buffers
+
+
+# --- exported programs
+
+
+def exported_parameters(archive: IO[bytes]) -> dict[str, Tensor]:
+    """Returns the parameters and persistent buffers in an archive of a packaged model, without loading its program.
+
+    Without it the program would have to be loaded before its parameters are compared with their digest.
+    """
+    from torch.export.pt2_archive import _package
+
+    state = _package._load_state_dict(_package.PT2ArchiveReader(archive), "model")
+    archive.seek(0)
+    return {name.removeprefix("model."): values for name, values in state.items()}
 
 
 # --- process groups

@@ -192,9 +192,10 @@ def _predict_files(arguments: list[str], prog: str) -> None:
     model.add_argument(
         "--run", "--predict.run", dest="run", help="The directory of a run; its best checkpoint is used."
     )
+    parser.add_argument("--trust", action="store_true", help="Run the code of an export that has no model.pt2.")
     options = parser.parse_args(arguments)
     add_current_folder_to_path()
-    answer = load_model(options.model).predict if options.model else _result_of(options.run).answers
+    answer = load_model(options.model, options.trust).predict if options.model else _result_of(options.run).answers
     for name in options.file:
         for called, value in _answer_file(Path(name).expanduser(), answer):
             print(redact(f"{called}  {value}"))

@@ -56,12 +56,12 @@ def load_trained_task(paths: RunPaths, config: Config, task: Task) -> Task:
         task: The task of the configuration.
 
     Raises:
+        ConfigError: The settings that the run keeps name other code than its configuration.
         DataError: The data is needed, and it is not there or has changed since.
     """
     settings = read_json(paths.task) if config.task == read_config(paths).task else None
     if settings is not None:
-        vars(task).update(settings)
-        return task
+        return task.restore(settings, f"The file {paths.task}")
     dataset = open_dataset(config.data.path)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(

@@ -31,7 +31,7 @@ from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
 from ray_app.models.inputs import read_decoded
 from ray_app.models.package import write_files
-from ray_app.models.predictor import ModelPredictor, make_predictor
+from ray_app.models.predictor import ModelPredictor, make_predictor, names_code
 from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.storage.files import to_json
 from ray_app.task.base import Batch, Task
@@ -40,6 +40,10 @@ from ray_app.task.table_encoding import encode_raw_rows
 from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
+_NAMES_CODE = (
+    "and that class, or what its settings name by import paths, would be imported. Give trust=True if you trust whoever"
+    " made it."
+)
 
 
 def refuse_taken(folder: Path, overwrite: bool) -> None:
@@ -99,39 +103,44 @@ def write_export(
     return described
 
 
-def load_model(folder: str | Path) -> ModelPredictor:
+def load_model(folder: str | Path, trust: bool = False) -> ModelPredictor:
     """Loads an exported model, or a downloaded version of a registered one, on the CPU, without Ray and MLflow.
-
-    The package of a model that `torch.export` refused contains Python files, which are run: load it only if you trust
-    it.
 
     Args:
         folder: The folder of the export.
+        trust: Whether code of the export may run. The package of a model that `torch.export` refused, one without
+            `model.pt2`, is code: its Python files, and the functions that its settings name. Others run none.
 
     Returns:
         A `ModelPredictor`: its `predict` takes images, rows or texts, its `module` takes and returns tensors.
 
     Raises:
-        ConfigError: The folder has no such model.
+        ConfigError: The folder has no such model, or it is code, without `trust`.
         RegistryError: Its files differ from those that were written.
         ValueError: The package requires unpickling, or another module with the name of one of its modules is imported.
     """
     data, described = check_export(Path(folder).expanduser())
     encoding = described.get("encoding")
-    module, settings = loader.load(data), encoding["settings"] if encoding else None
+    if described["format"] == "safetensors":
+        _trust(data, trust, loader.UNTRUSTED)
+    module, settings = loader.load(data, trust), encoding["settings"] if encoding else None
     return make_predictor(data, described, loader.Predictor(module, described["inputs"], settings, encode_raw_rows))
 
 
-def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
+def load_for_training(folder: str | Path, trust: bool = False) -> tuple[Task, nn.Module]:
     """Restores task and model of an export in plain PyTorch to continue training, without Ray and MLflow.
 
-    It imports the class of the task by its name: load only an export that you trust.
+    Args:
+        folder: The folder of the export.
+        trust: Whether code that the export names may run: the class of the task, unless it is one of ray_app, and the
+            models, losses and transforms that its settings name by import paths.
 
     Returns:
         The prepared task, and its model with the exported parameters, on the CPU and in training mode.
 
     Raises:
-        ConfigError: The folder has no such model, or the class of its task cannot be imported.
+        ConfigError: The folder has no such model, or the class of its task cannot be imported; or it names code,
+            without `trust`.
         RegistryError: Its files differ from those that were written, or lack the settings of the task.
     """
     data, described = check_export(Path(folder).expanduser())
@@ -140,6 +149,8 @@ def load_for_training(folder: str | Path) -> tuple[Task, nn.Module]:
         raise RegistryError(
             f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret."
         )
+    if names_code(stored):
+        _trust(data, trust, f"its task is {stored['class_path']}, {_NAMES_CODE}")
     task = _import_task_class(stored["class_path"]).from_settings(stored["settings"])
     model = task.build_model()
     model.load_state_dict(load_parameters(data))
@@ -165,8 +176,6 @@ def read_rows(task: Task, path: str) -> Batch:
 def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     """Compares all files of an export with `export.json`; returns the folder with `package.json` and its content.
 
-    It also makes the code of the package importable.
-
     Raises:
         ConfigError: The folder has no `package.json`.
         RegistryError: A file is missing, or differs.
@@ -190,10 +199,16 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     )
     if not {"class_path", "settings"} <= described["task"].keys():
         raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
-    code = str((folder / "code").resolve())
-    if described["format"] == "safetensors" and code not in sys.path:
-        sys.path.append(code)
     return data, described
+
+
+def _trust(data: Path, trust: bool, reason: str) -> None:
+    """Makes the code of a package importable; raises ConfigError without `trust`."""
+    if not trust:
+        raise ConfigError(f"{data.parents[1]} is refused, and nothing of it was executed: {reason}")
+    code = str((data.parents[1] / "code").resolve())
+    if code not in sys.path:
+        sys.path.append(code)
 
 
 def read_origin(folder: Path) -> dict[str, Any] | None:
@@ -285,7 +300,7 @@ def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) 
     try:
         described = loader.describe(data)
         stored, form = described["task"], described["format"]
-        if stored["settings"] is None:
+        if not isinstance(stored["settings"], dict):
             raise KeyError("the settings of its task")
         weights = (data / _FILES[form]).read_bytes()
         class_path, settings = stored["class_path"], stored["settings"]

@@ -12,11 +12,14 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import re
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +30,27 @@ DESCRIPTION = "package.json"
 EXPORTED = "model.pt2"
 WEIGHTS = "model.safetensors"
 TASK = "task.json"
+UNTRUSTED = (
+    "it has no model.pt2, so loading it runs the Python files and the functions that it names. Give trust=True if you"
+    " trust whoever made it."
+)
 _MAX_NAMED = 12
 
+_PROGRAM, _SAMPLE_INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 _ALLOWED_MEMBER = re.compile(
-    r"[^/]+/(archive_format|archive_version|byteorder|\.data/\w+|models/\w+\.json|data/weights/weight_\d+|data/constants/tensor_\d+|"
-    r"data/(weights|constants)/\w+_config\.json)"
+    rf"archive_format|archive_version|byteorder|\.data/\w+|{re.escape(_PROGRAM)}|{re.escape(_SAMPLE_INPUTS)}|"
+    r"data/(weights/weight_\d+|constants/tensor_\d+|weights/model_weights_config\.json|constants/model_constants_config\.json)",
+    re.ASCII,
 )
-"""Members of an archive of `torch.export.save` that are not pickles: JSON, raw numbers, and notes of the zip writer."""
+"""Members of an archive of `torch.export.save` that are not pickles: JSON, raw numbers, and notes of the zip writer.
+
+The sample inputs would be a pickle; those of a package are empty.
+"""
+_FLAGS = 0x808
+"""Flags of a member in an archive that torch writes: its sizes follow it, and its name is UTF-8."""
+_MAX_IN_MEMORY = 2**26
+_MAX_REPEATED = 2**24
+"""Values of a tensor that repeats the bytes of its member, such as one of `expand`."""
 _ALLOWED_OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|torchvision|higher_order)\.(?!(save|load|from_file)\b|__(?!and|or|xor|[lr]shift))\w+(\.(?!__)\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
     r"_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|pos|abs|and_|or_|not_|invert|xor|lshift|rshift|eq|ne|lt|le|gt|ge)"
@@ -47,6 +64,14 @@ _ALLOWED_CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict", "coll
 
 For others, such as `collections.defaultdict`, torch imports a module that the archive names.
 """
+_NAMES = ("name", "as_name", "forward_arg_names")
+"""Names in a program that torch writes into Python code as they are; others it writes there in quotes."""
+_NAME, _QUOTABLE = re.compile(r"[\w.]*"), re.compile(r"""[^"'\\\x00-\x1f]*""")
+_OTHER_TEXTS = re.compile(
+    "as_strings?|stack_trace|nn_module_stack|source_fn_stack|torch_fn|custom|from_node|"
+    "expr_str|guards_code|target|as_operator|in_spec|out_spec"
+)
+"""Texts of a program that are no names: data, notes on the origin of a node, and those with a check of their own."""
 _FUNCTION, _SYMBOL = re.compile(r"[A-Z][A-Za-z]*|floor|ceiling"), re.compile(r"[a-z]+\d+")
 _ALLOWED_SIZE_NODES = (
     ast.Expression,
@@ -61,6 +86,10 @@ _ALLOWED_SIZE_NODES = (
     ast.unaryop,
 )
 _ALLOWED_SIZE_NODES += (ast.Compare, ast.cmpop, ast.BoolOp, ast.boolop)  # type: ignore[assignment]
+
+
+class _RefusedError(Exception):
+    """The reason why an archive is refused."""
 
 
 class Served(nn.Module):
@@ -189,25 +218,30 @@ def _load_pyfunc(data_path: str) -> Predictor:
     described = describe(data_path)
     encoding = described.get("encoding")
     encode_rows = importlib.import_module(encoding["module"]).encode_raw_rows if encoding else None
-    return Predictor(load(data_path), described["inputs"], encoding and encoding["settings"], encode_rows)
+    # MLflow has run code of the package already: this file.
+    return Predictor(load(data_path, trust=True), described["inputs"], encoding and encoding["settings"], encode_rows)
 
 
-def load(folder: str | Path) -> nn.Module:
+def load(folder: str | Path, trust: bool = False) -> nn.Module:
     """Loads the module of a package in plain PyTorch, on the CPU and in evaluation mode.
 
     Args:
         folder: The folder with `package.json`, in an MLflow model `data/model`.
+        trust: Whether code that the package names may run: that of a package without `model.pt2` is its Python files,
+            and whatever its `task.json` names by import paths.
 
     Returns:
         A module that takes the inputs that `package.json` names as arguments, in that order.
 
     Raises:
-        ValueError: The package holds pickled code, which is not run, or other code than a module of the same name that
-            is imported already.
+        ValueError: The package holds pickled code, which is not run; or code, without `trust`; or other code than a
+            module of the same name that is imported already.
     """
     folder = Path(folder)
     if describe(folder)["format"] == "torch.export":
         return load_exported(folder / EXPORTED).module()
+    if not trust:
+        raise ValueError(f"{folder} is refused: {UNTRUSTED}")
     return _restore_task_module(folder).eval().requires_grad_(False)
 
 
@@ -240,32 +274,94 @@ def to_arrays(outputs: Mapping[str, Tensor]) -> Any:
     return arrays[""] if list(arrays) == [""] else arrays
 
 
-def load_exported(archive: Path) -> torch.export.ExportedProgram:
-    """Loads an archive of `torch.export.save`; raises ValueError if loading would execute something in it."""
-    refuse_code(archive)
-    return torch.export.load(archive)
+def load_exported(archive: Path | IO[bytes]) -> torch.export.ExportedProgram:
+    """Loads an archive of `torch.export.save`; raises ValueError if it is damaged, or loading would execute code."""
+    with rewrite_checked(archive) as checked:
+        return load_checked(checked)
 
 
-def refuse_code(archive: Path) -> None:
-    """Raises ValueError for an archive with contents that `torch.export.load` would unpickle or evaluate."""
+def load_checked(checked: IO[bytes]) -> torch.export.ExportedProgram:
+    """Loads an archive that `rewrite_checked` returned; raises ValueError if torch cannot load it."""
     try:
-        file = zipfile.ZipFile(archive)
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{archive} is refused: it is not an archive of torch.export.save.") from error
-    with file:
-        for member in file.infolist():
-            if re.fullmatch(r"[^/]+/data/sample_inputs/\w+\.pt", member.filename) and not member.file_size:
+        return torch.export.load(checked)
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Torch raises errors of any type for a program that is damaged, or of another version.
+        raise ValueError(f"{EXPORTED} is refused: torch cannot load it, {type(error).__name__}: {error}") from error
+
+
+def rewrite_checked(archive: Path | IO[bytes]) -> IO[bytes]:
+    """Returns a new archive with the members of one of `torch.export.save`, for torch to read.
+
+    Torch and `zipfile` can read different members from the same bytes. The new archive, in which names and sizes occur
+    only once, holds exactly what was checked. Above 64 MiB it is a file without a name in the temporary folder, which
+    is removed when it is closed; numbers are copied in blocks, so the weights need no memory until torch loads them.
+
+    Raises:
+        ValueError: The archive has contents that `torch.export.load` would unpickle or evaluate, or is damaged.
+    """
+    called = archive if isinstance(archive, Path) else EXPORTED
+    checked = cast(IO[bytes], tempfile.SpooledTemporaryFile(_MAX_IN_MEMORY))  # noqa: SIM115 - returned
+    try:
+        with zipfile.ZipFile(archive) as source, zipfile.ZipFile(checked, "w") as target:
+            _copy_members(source, target)
+    except _RefusedError as error:
+        raise ValueError(f"{called} is refused: {error}.") from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        # `zipfile` raises errors of many types for a damaged archive, and so does JSON with values of other types.
+        reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
+        raise ValueError(f"{called} is refused: it cannot be read, {reason}.") from error
+    checked.seek(0)
+    return checked
+
+
+def _copy_members(source: zipfile.ZipFile, target: zipfile.ZipFile) -> None:
+    """Copies the members of an archive to a new one; raises `_RefusedError` for one that is not as torch writes it."""
+    members = source.infolist()
+    sizes = {member.filename.partition("/")[2]: member.file_size for member in members}
+    # Torch compares names without regard to case.
+    if len(set(map(str.lower, sizes))) < len(members):
+        raise _RefusedError("two of its members have the same name")
+    if len({member.filename.partition("/")[0] for member in members}) != 1 or source.comment:
+        raise _RefusedError("it has a comment, or several folders")
+    if min(member.header_offset for member in members) or sum(sizes.values()) > source.start_dir:
+        raise _RefusedError("other data precedes its first member, or its members overlap")
+    for name, member in zip(sizes, members, strict=True):
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & ~_FLAGS or _has_foreign_field(member.extra):
+            raise _RefusedError(f"{name} is compressed, encrypted, or has extra fields")
+        if not _ALLOWED_MEMBER.fullmatch(name) or (name == _SAMPLE_INPUTS and member.file_size):
+            raise _RefusedError(f"{name} may hold pickled code")
+        written = zipfile.ZipInfo(f"model/{name}")
+        written.file_size = member.file_size
+        with source.open(member) as data, target.open(written, "w") as copy:
+            if not name.endswith(".json"):
+                shutil.copyfileobj(data, copy, 2**20)
                 continue
-            if not _ALLOWED_MEMBER.fullmatch(member.filename):
-                raise ValueError(f"{archive} is refused: {member.filename} may hold pickled code.")
-            if member.filename.endswith("_config.json"):
-                payloads = json.loads(file.read(member))["config"]
-                for name, payload in payloads.items():
-                    if payload["use_pickle"]:
-                        raise ValueError(f"{archive} is refused: {name} is pickled.")
-            elif member.filename.endswith(".json"):
-                for problem in _find_code(json.loads(file.read(member))):
-                    raise ValueError(f"{archive} is refused: {member.filename} holds {problem}.")
+            text = data.read().decode()
+            if name == _PROGRAM:
+                for problem in _find_code(json.loads(text)):
+                    raise _RefusedError(f"{name} holds {problem}")
+            else:
+                _check_tensors(json.loads(text)["config"], f"{name.rpartition('/')[0]}/", sizes)
+            copy.write(text.encode())
+
+
+def _has_foreign_field(extra: bytes) -> bool:
+    """Whether the extra fields of a member are others than its sizes and its place in ZIP64."""
+    return bool(extra) and (extra[:2] != b"\1\0" or len(extra) != 4 + int.from_bytes(extra[2:4], "little"))
+
+
+def _check_tensors(config: dict[str, Any], folder: str, sizes: dict[str, int]) -> None:
+    """Raises `_RefusedError` for tensors that are pickled, or that are much larger than their members."""
+    for name, payload in config.items():
+        if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
+            raise _RefusedError(f"{name} is pickled")
+        values = math.prod(size["as_int"] for size in payload["tensor_meta"]["sizes"])
+        if values > max(sizes[folder + payload["path_name"]], _MAX_REPEATED):
+            raise _RefusedError(f"{name} has {values} values, more than its member has bytes")
 
 
 def _find_code(value: Any, key: str = "") -> Iterator[str]:
@@ -273,6 +369,8 @@ def _find_code(value: Any, key: str = "") -> Iterator[str]:
     if isinstance(value, dict):
         if key == "range_constraints":
             yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
+        else:
+            yield from (f"the name {name[:80]!r}" for name in value if not _QUOTABLE.fullmatch(name))
         for name, inner in value.items():
             yield from _find_code(inner, name)
     elif isinstance(value, list):
@@ -289,6 +387,8 @@ def _find_code(value: Any, key: str = "") -> Iterator[str]:
             yield f"the operator {value[:80]!r}"
         elif key in ("in_spec", "out_spec") and not _is_nesting(value):
             yield f"the structure {value[:80]!r}"
+        elif not _OTHER_TEXTS.fullmatch(key) and not (_NAME if key in _NAMES else _QUOTABLE).fullmatch(value):
+            yield f"the name {value[:80]!r}"
 
 
 def _is_nesting(text: str) -> bool:
@@ -302,7 +402,8 @@ def _is_nesting(text: str) -> bool:
             children = node["children_spec"]
             names = json.loads(context) if kind is not None else context
             is_plain = names is None or (
-                isinstance(names, list) and all(isinstance(name, str | int | float | None) for name in names)
+                isinstance(names, list)
+                and all(isinstance(name, str | int | float | None) and _QUOTABLE.fullmatch(str(name)) for name in names)
             )
             if not is_plain or (kind is None and children) or (kind is not None and kind not in _ALLOWED_CONTAINERS):
                 return False

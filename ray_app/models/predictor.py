@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import iter_class_paths, load_class
 from ray_app.errors import DataError
 from ray_app.models import loader
 from ray_app.models.inputs import decode_inputs, is_one_row
@@ -148,8 +147,8 @@ def _why_no_task(stored: dict[str, Any]) -> str:
         return f"the model is of the task {stored['class_path']}, and loading a package runs no code that it names."
     if not isinstance(stored["settings"], dict):
         return "the package does not hold the settings of its task: JSON does not keep them, or one is a secret."
-    paths = _class_paths(stored["settings"].get("evaluate_transforms"))
-    if foreign := [path for path in paths if not _TRANSFORM.fullmatch(str(path))]:
+    paths = iter_class_paths("", stored["settings"].get("evaluate_transforms"))
+    if foreign := [path for _, _, path in paths if not _TRANSFORM.fullmatch(path)]:
         return (
             f"its evaluate_transforms name {foreign[0]}, and loading a package runs no code that it names, besides"
             " transforms of torchvision."
@@ -157,8 +156,6 @@ def _why_no_task(stored: dict[str, Any]) -> str:
     return ""
 
 
-def _class_paths(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from [value["class_path"]] if "class_path" in value else []
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _class_paths(inner)
+def names_code(stored: dict[str, Any]) -> bool:
+    """Whether a stored task is of another class than those above, or its settings name import paths."""
+    return stored["class_path"] not in _TASKS or any(iter_class_paths("", stored["settings"]))

@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -35,6 +35,7 @@ from ray_app.models.package import Package
 from ray_app.process import set_variables
 from ray_app.retry import Retry
 from ray_app.runlog.redaction import redact
+from ray_app.torch_private import exported_parameters
 from ray_app.track.mlflow_client import connect
 
 logger = logging.getLogger(__name__)
@@ -406,10 +407,9 @@ def load_parameters(folder: Path) -> dict[str, Tensor]:
     if (folder / loader.WEIGHTS).exists():
         parameters = safetensors.torch.load_file(folder / loader.WEIGHTS)
     else:
-        state: Mapping[str, Tensor] = loader.load_exported(folder / loader.EXPORTED).state_dict
-        parameters = {
-            name.removeprefix("model."): values.detach().clone().contiguous() for name, values in state.items()
-        }
+        with loader.rewrite_checked(folder / loader.EXPORTED) as checked:
+            state = exported_parameters(checked)
+        parameters = {name: values.detach().clone().contiguous() for name, values in state.items()}
     if params_digest(parameters) != described["params_digest"]:
         raise RegistryError(
             f"{folder} holds other parameters than it says: {params_digest(parameters)}, not"

@@ -6,12 +6,10 @@ import hashlib
 import io
 import json
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +32,7 @@ from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.ragged import Field, Ragged, concat_fields, to_batch
-from ray_app.torch_private import tree_leaves, use_eager_roi_align
+from ray_app.torch_private import exported_parameters, tree_leaves, use_eager_roi_align
 
 MADE_FROM = b"ray_app.made_from"
 """Key of the digest in the metadata of a part."""
@@ -59,39 +57,37 @@ class Model:
     def load(self, device: torch.device) -> Predict:
         """Loads the model without unpickling anything, as a function from a batch on the device to the task's outputs.
 
+        The parameters are compared with their digest before the code of the task, or a program, gets them.
+
         Raises ConfigError if the weights cannot be loaded safely, or have another digest.
         """
+        refused = "The model is refused, and nothing of it was executed"
         try:
-            state, predict = self._exported(device) if self.inputs is not None else self._built(device)
+            checked = None if self.inputs is None else loader.rewrite_checked(io.BytesIO(self.weights))
+            state = unpack_model({MODEL: self.weights}) if checked is None else exported_parameters(checked)
         except Exception as error:
             # Libraries raise errors of any type for damaged files.
-            raise ConfigError(f"The model is refused, and nothing of it was executed: {error}") from error
-        if params_digest(state) != self.params_digest:
-            raise ConfigError(
-                f"The model is refused: its parameters have the digest {params_digest(state)}, not"
-                f" {self.params_digest}."
-            )
-        return predict
+            raise ConfigError(f"{refused}: {error}") from error
+        if (digest := params_digest(state)) != self.params_digest:
+            raise ConfigError(f"{refused}: its parameters have the digest {digest}, not {self.params_digest}.")
+        try:
+            return self._built(state, device) if checked is None else self._exported(checked, device)
+        except Exception as error:
+            raise ConfigError(f"The model is refused: {error}") from error
 
-    def _exported(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
-        assert self.inputs is not None
-        names = self.inputs
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / loader.EXPORTED
-            file.write_bytes(self.weights)
-            exported = loader.load_exported(file)
-        state = {name.removeprefix("model."): values for name, values in exported.state_dict.items()}
-        module = exported_module(exported, device)
-        return state, lambda batch: module(*(batch[name] for name in names))
+    def _exported(self, checked: IO[bytes], device: torch.device) -> Predict:
+        names = self.inputs or []
+        with checked:
+            module = exported_module(loader.load_checked(checked), device)
+        return lambda batch: module(*(batch[name] for name in names))
 
-    def _built(self, device: torch.device) -> tuple[dict[str, Tensor], Predict]:
+    def _built(self, state: dict[str, Tensor], device: torch.device) -> Predict:
         model = self.task.build_model()
-        model.load_state_dict(unpack_model({MODEL: self.weights}))
-        state = {name: values.cpu() for name, values in model.state_dict().items()}
+        model.load_state_dict(state)
         model = model.to(device).eval()
         if not kind_of(device).is_host:
             use_eager_roi_align()
-        return state, lambda batch: self.task.forward(model, batch)
+        return lambda batch: self.task.forward(model, batch)
 
 
 @dataclass(frozen=True)

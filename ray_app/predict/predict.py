@@ -224,8 +224,8 @@ def write_coco_results(prepared: PreparedPrediction, annotations: str) -> Locati
 def model_of_package(config: Config, model: str | None) -> ModelSource:
     """Returns the model of a package, its origin, and the inputs that it was trained on.
 
-    The class of the task is that of the configuration, which is trusted; its settings are those of the package. Raises
-    ConfigError if no model is named, or the configuration is not that of the package.
+    The class of the task is that of the configuration, which is trusted; its settings are those of the package, and
+    data, see `Task.restore`. Raises ConfigError if no model is named, or the configuration is not that of the package.
     """
     name = config.tracking.registered_model
     if model is None and name is None:
@@ -249,7 +249,7 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {package.settings[argument]!r}."
                 " Give that."
             )
-    task = type(configured).from_settings(package.settings)
+    task = configured.restore(package.settings, called)
     inputs = [spec["name"] for spec in package.inputs] if package.format == "torch.export" else None
     return Model(task, package.weights, inputs, package.params_digest), package.source, package.inputs
 

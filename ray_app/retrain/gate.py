@@ -16,9 +16,10 @@ It has three parts:
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +46,7 @@ from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
 from ray_app.models.export import exported_module
+from ray_app.models.package import class_path, digest_sources, sources_of
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -310,10 +312,8 @@ def _score_all(
         chunk_rows = -(-rows // request.blocks) if request.blocks else None
         scored = {}
         for name, files in request.models.items():
-            with tempfile.TemporaryDirectory() as folder:
-                model, inputs = _load(files, Path(folder), device)
-                settings = loader.describe(folder)["task"]["settings"] or {}
-            source = _source_of_package(task, settings, request.source)
+            package = _Package(name, files, task)
+            model, inputs, source = package.load(device), package.inputs, package.source(request.source)
             arrays = shared if source is request.source else _read_arrays(source, request)
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
@@ -345,13 +345,47 @@ def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
     return model(*(batch[name] for name in inputs))
 
 
-def _source_of_package(task: Task, settings: dict[str, Any], source: RowSource) -> RowSource:
-    """Returns the source that decodes rows as a package was trained: what its task computed from data is its own."""
-    if not task.fitted or settings.get("fitted") in (None, task.fitted):
-        return source
-    other = type(task).from_settings(settings)
-    fields = probe(open_dataset(source.reader.root), other.columns(), other.decode)
-    return replace(source, reader=replace(source.reader, columns=other.columns(), decode=other.decode, fields=fields))
+class _Package:
+    """The files of a package, of which the code is that of the configured task.
+
+    Args:
+        called: The role of its model, such as `champion`.
+    """
+
+    def __init__(self, called: str, files: Files, task: Task) -> None:
+        self._called, self._files, self._task = called, files, task
+        self._described = json.loads(files[loader.DESCRIPTION])
+        self.inputs: list[str] = [spec["name"] for spec in self._described["inputs"]]
+
+    def _restore(self) -> Task:
+        return self._task.restore(self._described["task"]["settings"], f"The package of the {self._called}")
+
+    def source(self, source: RowSource) -> RowSource:
+        """Returns the source that decodes rows as the package was trained: what its task computed is its own."""
+        settings = self._described["task"]["settings"] or {}
+        if not self._task.fitted or settings.get("fitted") in (None, self._task.fitted):
+            return source
+        other = self._restore()
+        fields = probe(open_dataset(source.reader.root), other.columns(), other.decode)
+        reader = replace(source.reader, columns=other.columns(), decode=other.decode, fields=fields)
+        return replace(source, reader=reader)
+
+    def load(self, device: torch.device) -> nn.Module:
+        """Loads the model onto a device; raises ConfigError for one of other code than is installed."""
+        if self._described["format"] == "torch.export":
+            return exported_module(loader.load_exported(io.BytesIO(self._files[loader.EXPORTED])), device)
+        if self._described["task"]["class_path"] != class_path(self._task) or json.loads(self._files[loader.TASK])[
+            "code"
+        ] != digest_sources(sources_of(type(self._task).__module__)):
+            raise ConfigError(
+                f"The {self._called} is of the task {self._described['task']['class_path']}, and its code is not that"
+                f" of {class_path(self._task)} as it is installed, so its model cannot be made again. Install the code"
+                " that it was trained with, or use another tracking.registered_model."
+            )
+        task = self._restore()
+        model = task.build_model()
+        model.load_state_dict(safetensors.torch.load(self._files[loader.WEIGHTS]))
+        return loader.Served(task, model, self.inputs).eval().requires_grad_(False).to(device)
 
 
 def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:
@@ -361,18 +395,6 @@ def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:
         columns.add(table)
     arrays = columns.all()
     return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
-
-
-def _load(files: Files, folder: Path, device: torch.device) -> tuple[nn.Module, list[str]]:
-    """Loads a package onto a device; returns its module and the names of its inputs."""
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    description = loader.describe(folder)
-    if description["format"] == "torch.export":
-        model = exported_module(loader.load_exported(folder / loader.EXPORTED), device)
-    else:
-        model = loader.load(folder).to(device)
-    return model, [spec["name"] for spec in description["inputs"]]
 
 
 _SHARD_ROWS = 1_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.config.import_paths import TASK_OPTIMIZER
+from ray_app.config.import_paths import TASK_OPTIMIZER, iter_class_paths
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
@@ -60,6 +61,8 @@ class Task(ABC):
     """Whether user code in `build_model` may draw from Python's and NumPy's generators, seeded from torch's."""
     keeps_modes: ClassVar[bool] = False
     """Whether layers that `build_model` returns in evaluation mode stay in it, as Lightning's trainer leaves them."""
+    functions: ClassVar[tuple[str, ...]] = ()
+    """Arguments that are import paths of functions: their files are part of a run, and no package can change them."""
     sample_weight: str | None = None
     """Column with the weight of each row in the training loss, of a task that has such weights."""
     classes: list[str] = []  # noqa: RUF012 - replaced, never changed
@@ -73,10 +76,44 @@ class Task(ABC):
 
     @classmethod
     def from_settings(cls, settings: dict[str, Any]) -> Self:
-        """Restores a prepared task from the `vars` of it, without calling `__init__`."""
+        """Restores a prepared task from the `vars` of it, without calling `__init__`.
+
+        A task imports what its settings name, so settings of others go through `restore`.
+        """
         task = cls.__new__(cls)
         vars(task).update(settings)
         return task
+
+    def restore(self, settings: dict[str, Any], owner: str) -> Self:
+        """Returns a task with the settings of a prepared one, which are data: all code is that of this task.
+
+        An import path, with its arguments, must be the same at the same place in this task, the one of the
+        configuration; so must be an argument that is a dictionary, since libraries import what some of these name.
+
+        Args:
+            settings: The `vars` of the prepared task, as a run or a package keeps them.
+            owner: The run or the package, the beginning of a sentence.
+
+        Raises:
+            ConfigError: The settings name other code, or are none.
+        """
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"{owner} is damaged: the settings of its task are {type(settings).__name__}, no dictionary."
+            )
+        own, arguments = vars(self), inspect.signature(type(self)).parameters
+        for name in sorted(own.keys() | settings.keys()):
+            ours, theirs = own.get(name), settings.get(name)
+            # A column may be called class_path, too; an import path has a dot.
+            paths = [path for *_, path in iter_class_paths("", [ours, theirs]) if "." in path]
+            is_code = bool(paths) or name in self.functions
+            if ours != theirs and (is_code or (name in arguments and isinstance(theirs, dict))):
+                raise ConfigError(
+                    f"{owner} is refused, and nothing of it was executed: its task has {name} = {theirs!r}, and the"
+                    f" configured task has {ours!r}. What is imported comes from the configuration alone: give the one"
+                    " that it was trained with."
+                )
+        return self.from_settings(own | settings)
 
     def prepare(self, data: DataFacts) -> Task:
         """Checks the data set and returns the task with settings completed from it, such as the number of classes.

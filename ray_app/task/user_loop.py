@@ -270,7 +270,6 @@ class LoopTask(BatchTask):
     """
 
     functions: ClassVar[tuple[str, ...]] = ("train", "evaluate")
-    """Arguments that are import paths of functions; the result depends on the files of these."""
 
     def __init__(
         self,

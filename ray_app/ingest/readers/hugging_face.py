@@ -86,6 +86,11 @@ class HuggingFace(base.SourceReader):
         with parser_errors(self.path / "dataset_dict.json", _SAVE_AGAIN):
             saved = read_json(self.path / "dataset_dict.json") if is_folder(self.path) else None
             if saved is not None:
+                if foreign := [split for split in saved["splits"] if not _is_plain(split)]:
+                    raise DataError(
+                        f"{self.path}: dataset_dict.json names the split {foreign[0]!r}, which is not the name of a"
+                        " folder in this one. Save it again."
+                    )
                 return {split: _list_saved_files(self.path / split) for split in saved["splits"]}
         if find_file(self.path / "state.json"):
             return {"": _list_saved_files(self.path)}
@@ -136,6 +141,11 @@ def _name_fields(options: IngestOptions, names: list[str]) -> IngestOptions:
     return replace(options, columns=expand(options.columns), drop=expand(options.drop))
 
 
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file or a folder in a folder, and leads nowhere else."""
+    return PurePosixPath(name).name == name not in ("", "..")
+
+
 def _list_saved_files(folder: Location) -> list[File]:
     """Returns the files of a folder of `Dataset.save_to_disk`, in their order."""
     with parser_errors(folder / "state.json", _SAVE_AGAIN):
@@ -148,7 +158,7 @@ def _list_saved_files(folder: Location) -> list[File]:
                 f" again."
             )
         names = [entry["filename"] for entry in state["_data_files"]]
-        files = [find_file(folder / name) if PurePosixPath(name).name == name else None for name in names]
+        files = [find_file(folder / name) if _is_plain(name) else None for name in names]
         if missing := [name for name, file in zip(names, files, strict=True) if file is None]:
             raise DataError(f"{folder}: state.json names {missing[0]!r}, which is not in this folder. Save it again.")
         return [file for file in files if file]

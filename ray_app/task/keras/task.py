@@ -85,7 +85,6 @@ class KerasTask(BatchTask):
     """
 
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
-    """Arguments that are import paths of functions; the result depends on the files of these."""
     seeds_all_generators: ClassVar[bool] = True
     """Initializers of Keras get their seeds from Python's generator, see `library.program_session`."""
 
@@ -141,8 +140,10 @@ class KerasTask(BatchTask):
         if not prepared.compiled:
             with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
                 module = prepared._build()
+            fields = serialize_optimizer(module.program.optimizer, module.trained_variables())
             prepared.compiled = {
-                "fields": serialize_optimizer(module.program.optimizer, module.trained_variables()),
+                # A text, since the fields name classes, which `Task.restore` would refuse in a package.
+                "fields": json.dumps(fields),
                 "summed": library.summed_losses(module.program),
             }
             # A list, since JSON has no tuples.
@@ -151,7 +152,7 @@ class KerasTask(BatchTask):
 
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that a Keras program cannot be trained with."""
-        traits, fields = config.train.strategy_traits, self.compiled["fields"]
+        traits, fields = config.train.strategy_traits, self.optimizer_fields()
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
             name = fields["optimizer"]["init_args"]["serialized"]["class_name"]
@@ -188,7 +189,7 @@ class KerasTask(BatchTask):
 
     def optimizer_fields(self) -> dict[str, Any]:
         """Returns `optimizer` and `schedule` of the configuration as the program was compiled, see `Task`."""
-        fields: dict[str, Any] = self.compiled["fields"]
+        fields: dict[str, Any] = json.loads(self.compiled["fields"])
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:

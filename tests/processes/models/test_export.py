@@ -261,5 +261,10 @@ def test_a_model_that_cannot_be_exported_is_stored_with_its_code(
     shutil.rmtree(module.parent)
     sys.path.pop(0)
     monkeypatch.delitem(sys.modules, "branching_export")
-    assert np.array_equal(load_model(tmp_path / "out").predict(np.ones((2, 3), np.float32), scores=True), expected)
-    assert type(load_for_training(tmp_path / "out")[0]).__qualname__ == "Branching"
+    for load in (load_model, load_for_training):
+        with pytest.raises(ConfigError, match=r"nothing of it was executed: .* Give trust=True"):
+            load(tmp_path / "out")
+    assert "branching_export" not in sys.modules
+    served = load_model(tmp_path / "out", trust=True)
+    assert np.array_equal(served.predict(np.ones((2, 3), np.float32), scores=True), expected)
+    assert type(load_for_training(tmp_path / "out", trust=True)[0]).__qualname__ == "Branching"

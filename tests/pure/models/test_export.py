@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ray_app.models import loader
 from ray_app.models.export import exported_module
-from ray_app.retrain.gate import _load
+from ray_app.retrain.gate import _Package
 
 DEVICE = torch.device("meta")
 
@@ -57,7 +57,6 @@ def test_the_retrain_gate_scores_an_exported_model_on_a_device(
         loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(),
         loader.DESCRIPTION: json.dumps(description).encode(),
     }
-    (tmp_path / "package").mkdir()
-    model, inputs = _load(files, tmp_path / "package", DEVICE)
-    assert inputs == ["x"]
-    assert model(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
+    package = _Package("champion", files, None)  # type: ignore[arg-type]
+    assert package.inputs == ["x"]
+    assert package.load(DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE

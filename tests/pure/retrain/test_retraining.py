@@ -46,7 +46,7 @@ from ray_app.retrain.gate import (
     GateFigures,
     PackagedModule,
     _compare_recalls,
-    _load,
+    _Package,
     bootstrap_counts,
     compare_models,
     decide_promotion,
@@ -656,11 +656,10 @@ def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     assert params_digest(load_parameters(package.folder / "data" / "model")) == params_digest(model.state_dict())
     files = read_package_files(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
-    (tmp_path / "elsewhere").mkdir()
     device = torch.device("cpu")
-    served, inputs = _load(files, tmp_path / "elsewhere", device)
-    assert inputs == ["features"]
-    run = partial(run_packaged, inputs)
+    package = _Package("champion", files, task)
+    assert package.inputs == ["features"]
+    served, run = package.load(device), partial(run_packaged, package.inputs)
     packaged = combine(
         task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run)
     )

@@ -188,7 +188,7 @@ def test_a_generator_that_draws_random_numbers_is_exported(
         task, task.build_model(), {"image": np.ones((2, 64), np.float32)}, tmp_path / "export", SOURCE
     )
     assert stored["outputs"] == "equal"
-    loaded = load_model(tmp_path / "export")
+    loaded = load_model(tmp_path / "export", trust=True)
     first, second = (loaded.predict(np.ones((2, 64), np.float32), scores=True) for _ in range(2))
     assert (np.asarray(first) != np.asarray(second)).any(), "the exported generator draws no random numbers"
 

@@ -554,6 +554,17 @@ def test_incomplete_hugging_face_folders_are_refused(tmp_path: Path) -> None:
     assert "nothing of Hugging Face datasets" in ingest_error(tmp_path, "hf", folder)
 
 
+@pytest.mark.parametrize("name", ["../other", "..", ".", "", "/etc", "a/../../other"])
+def test_splits_and_files_of_hugging_face_elsewhere_are_not_read(tmp_path: Path, name: str) -> None:
+    table = pa.table({"a": [1]})
+    write_saved_dataset(tmp_path / "other", table, {})
+    folder = write_saved_dataset(tmp_path / "in", table, {})
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    assert "state.json names" in ingest_error(tmp_path, "hf", folder)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [name]}))
+    assert f"dataset_dict.json names the split {name!r}" in ingest_error(tmp_path, "hf", folder)
+
+
 @pytest.mark.parametrize(("name", "compression"), [("a.feather", "lz4"), ("a.arrow", None)])
 def test_files_of_arrow_as_pandas_and_polars_write_them_are_read(
     tmp_path: Path, name: str, compression: str | None
