@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,6 +120,17 @@ def private_folder() -> Path:
         reason = f"others can write to it; remove it if nothing in it is of use, or {advice}"
         raise PermissionError(errno.EPERM, reason, str(folder))
     return folder
+
+
+@cache
+def temporary_folder() -> Path:
+    """Returns `private_folder`; a new folder of this process if another user has taken the name of the usual one."""
+    try:
+        return private_folder()
+    except PermissionError as error:
+        folder = tempfile.mkdtemp(prefix="ray_app-")
+        logger.warning("Temporary files are in %s: %s", folder, error)
+        return Path(folder)
 
 
 class _StderrHandler(logging.StreamHandler[Any]):

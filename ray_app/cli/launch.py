@@ -305,6 +305,8 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     Yields:
         A function that raises `RayAppError` if these processes have ended.
     """
+    from ray_app.cluster.ray_private import private_files
+
     # A scheduler may give a job some of the CPUs of a node, and Ray counts all.
     bound = len(os.sched_getaffinity(0))
     count = os.environ.get("SLURM_CPUS_ON_NODE") or (bound if bound < (os.cpu_count() or 1) else None)
@@ -321,7 +323,7 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     ]
     with tempfile.TemporaryFile() as output:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
-        environment = os.environ | without_errors(os.environ)
+        environment = os.environ | private_files() | without_errors(os.environ)
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         shown: set[str] = set()
 

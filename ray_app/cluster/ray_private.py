@@ -38,7 +38,7 @@ import ray
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
-from ray_app.process import current_folder, restore_setting, set_variables
+from ray_app.process import current_folder, restore_setting, set_variables, temporary_folder
 from ray_app.runlog.redaction import register_secrets
 from ray_app.storage.files import put_atomic
 
@@ -235,6 +235,14 @@ def on_loopback() -> Iterator[None]:
     ):
         values[name] = False
         yield
+
+
+def private_files() -> dict[str, str]:
+    """Returns the variable that has the processes of a new cluster keep their files where no other user gets.
+
+    All users of a machine can write to the folders that Ray makes below `/tmp/ray`, and so replace code in them.
+    """
+    return {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(temporary_folder())}
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from ray_app.cluster.ray_private import (
     max_resources,
     nodes_with_labels,
     on_loopback,
+    private_files,
     quiet_cluster_start,
     require_token,
     restore_auth_mode,
@@ -156,7 +157,7 @@ def _start(config: Config) -> None:
     require_token()
     num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
-    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | without_errors(os.environ)
+    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | without_errors(os.environ)
     with set_variables(**variables), on_loopback(), in_own_sessions(), defer_interrupts():
         ray.init(
             address="local",

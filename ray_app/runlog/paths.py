@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_app.errors import ConfigError
-from ray_app.process import private_folder
+from ray_app.process import temporary_folder
 from ray_app.storage.files import Location
 from ray_app.version import __version__
-
-logger = logging.getLogger(__name__)
 
 
 class _Entry:
@@ -134,18 +129,7 @@ class RunPaths:
         """
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"
-        return _temporary_folder() / self.unique_name / f"ray-{fence}"
-
-
-@cache
-def _temporary_folder() -> Path:
-    """Returns a private folder of this machine; a new one if another user has taken the name of the usual one."""
-    try:
-        return private_folder()
-    except PermissionError as error:
-        folder = tempfile.mkdtemp(prefix="ray_app-")
-        logger.warning("The files of Ray are in %s: %s", folder, error)
-        return Path(folder)
+        return temporary_folder() / self.unique_name / f"ray-{fence}"
 
 
 SCHEMA_VERSION = 2

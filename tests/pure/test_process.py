@@ -25,8 +25,8 @@ from ray_app.process import (
     private_folder,
     set_variables,
     stop_at_signals,
+    temporary_folder,
 )
-from ray_app.runlog import paths
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.object_stores import ObjectPath
 
@@ -185,9 +185,9 @@ def shared_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))
     folder.chmod(0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    paths._temporary_folder.cache_clear()
+    temporary_folder.cache_clear()
     yield folder
-    paths._temporary_folder.cache_clear()
+    temporary_folder.cache_clear()
     shutil.rmtree(folder)
 
 

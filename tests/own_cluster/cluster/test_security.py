@@ -35,8 +35,12 @@ with _ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--inc
 """,
 }
 TRY = """
-import os, subprocess, sys
+import os, subprocess, sys, tempfile
+from pathlib import Path
 import ray
+
+folder = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}"
+sessions = set(folder.glob("ray/session_2*"))
 
 CLIENT = (
     "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in',"
@@ -49,6 +53,8 @@ def trying(address, **environment):
     return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 def try_all(address):
+    files = set(folder.glob("ray/session_2*")) - sessions
+    print("session:", len(files), "below a folder with mode", oct(folder.stat().st_mode & 0o777))
     print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
     clients = {
         "right": trying(address, RAY_AUTH_MODE="token"),
@@ -70,6 +76,7 @@ def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) ->
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if ": " in line] == [
+        "session: 1 below a folder with mode 0o700",
         "file: 0o600",
         "right: in True",
         "without: AuthenticationError",
