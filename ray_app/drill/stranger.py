@@ -1,9 +1,9 @@
 """The scenario `stranger`: a process without any secret attacks every port of the workers and of the rendezvous.
 
 It is what another user of a machine, or another host of the network, can do: hold connections, send garbage, endless
-frames, pickles and what it received, and write into the stores at which process groups meet. Where the drill has the
-rights of root, the process has those of `nobody`. Meanwhile a worker is killed, so that a generation forms, too; not
-with parameter servers, where none forms.
+frames, pickles and what it received, write into the stores at which process groups meet, and into files. Where the
+drill has the rights of root, the process has those of `nobody`. Meanwhile a worker is killed, so that a generation
+forms, too; not with parameter servers, where none forms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ray_app.drill.faults import MAX_WAIT_S, Evidence, Kill
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
+from ray_app.process import temporary_folder
 from ray_app.train.job import Hooks, Job
 from ray_app.train.strategies.parameter_server.actors import server_names
 
@@ -37,6 +39,7 @@ _ATTACK_S = 10.0
 _CONNECT_S = 1.0
 _SILENT = 40
 """Connections to each port that are held open until the end."""
+_MAX_NAMED = 5
 _MAX_NEW_THREADS = 100
 _MAX_NEW_BYTES = 512 * 2**20
 _UNPRIVILEGED = 65534
@@ -48,11 +51,13 @@ class BesetByStranger:
     """Lets a stranger attack the ports of each rank for some seconds, from a step on; a `Hooks.after_step`.
 
     Args:
+        run: Directory of the run, if it is on a disk. No file in it may be writable for the stranger.
         first: Step at which the attack begins.
         last: Step after which each rank waits for the end of the attack, and writes the evidence `stranger-RANK`.
     """
 
     evidence: Evidence
+    run: str | None
     first: int
     last: int
     _process: subprocess.Popen[bytes] | None = None
@@ -79,9 +84,10 @@ class BesetByStranger:
             if entry.status == psutil.CONN_LISTEN
         } | {(host, port) for host, port in (self.evidence.get("listening") or {})["addresses"]}
         self._before, self._folder = _size_of_process(), tempfile.mkdtemp()
-        command = [sys.executable, "-m", __name__, str(_ATTACK_S), f"{self._folder}/executed"]
+        folders = [folder for folder in (self.run, str(temporary_folder())) if folder is not None]
+        plan = {"seconds": _ATTACK_S, "marker": f"{self._folder}/executed", "folders": folders}
         self._process = subprocess.Popen(
-            [*command, *(f"{host}:{port}" for host, port in sorted(addresses))],
+            [sys.executable, "-m", __name__, json.dumps(plan | {"addresses": sorted(addresses)})],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,7 +105,8 @@ def stranger(context: ScenarioContext) -> Scenario | str:
     if context.workers < 2 and not has_servers:
         return "one worker has no port to attack"
     first, last = context.choose_step(), context.total_steps - max(3, context.total_steps // 10)
-    attack = BesetByStranger(context.evidence, first, last)
+    run = str(context.paths.root) if isinstance(context.paths.root, Path) else None
+    attack = BesetByStranger(context.evidence, run, first, last)
     kills = [] if has_servers else [Kill(context.evidence, ["killed-0"], first + 2, [context.workers - 1])]
     names = [f"stranger-{rank}" for rank in range(1 if has_servers else context.workers - 1)]
 
@@ -117,6 +124,7 @@ def stranger(context: ScenarioContext) -> Scenario | str:
         return unmet(
             (all(entry["connections"] > _SILENT for entry in attacks), "the stranger reached too few ports"),
             (not any(entry["executed"] for entry in attacks), "a worker executed what the stranger sent"),
+            *((not entry["writable"], f"other users can write to {entry['writable']}") for entry in attacks),
             (all(e["new_threads"] < _MAX_NEW_THREADS for e in attacks), "the stranger's connections hold threads"),
             (all(e["new_bytes"] < _MAX_NEW_BYTES for e in attacks), "the stranger's connections hold memory"),
         )
@@ -186,14 +194,25 @@ def _write_into_store(address: tuple[str, int], value: bytes) -> int:
     return len(keys)
 
 
-def _main(seconds: str, marker: str, *addresses: str) -> None:
-    if os.getuid() == 0:
+def _find_writable(folders: Sequence[str]) -> list[str]:
+    """Returns the first paths of each folder that this process may write to."""
+    writable: list[str] = []
+    for folder in folders:
+        paths = (f"{parent}/{name}" for parent, _, names in os.walk(folder) for name in ("", *names))
+        writable += islice((path for path in paths if os.access(path, os.W_OK)), _MAX_NAMED)
+    return writable
+
+
+def _main(plan: dict[str, Any]) -> None:
+    if is_root := os.getuid() == 0:
         os.setgroups([])
         os.setgid(_UNPRIVILEGED)
         os.setuid(_UNPRIVILEGED)
-    targets = [(host, int(port)) for host, _, port in (address.rpartition(":") for address in addresses)]
-    print(json.dumps({"uid": os.getuid(), **_attack(float(seconds), marker, targets)}))
+    counts = _attack(plan["seconds"], plan["marker"], [(host, port) for host, port in plan["addresses"]])
+    # Without the rights of root this process may write to all files of the user.
+    writable = _find_writable(plan["folders"]) if is_root else []
+    print(json.dumps({"uid": os.getuid(), "writable": writable, **counts}))
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(json.loads(sys.argv[1]))

@@ -8,6 +8,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +21,13 @@ from ray_app.drill import stranger as module
 from ray_app.drill.stranger import stranger
 from tests.support.drill_scenarios import evidence_of_dead_process, make_result, scenario_context
 
-ATTACKED = {"connections": 200, "executed": False, "new_threads": 0, "new_bytes": 0}
+ATTACKED = {"connections": 200, "executed": False, "writable": [], "new_threads": 0, "new_bytes": 0}
 
 
-def attack(tmp_path: Path, *ports: int, seconds: float = 2.0) -> dict[str, Any]:
-    marker = tmp_path / "executed"
-    command = [sys.executable, "-m", module.__name__, str(seconds), str(marker), *(f"127.0.0.1:{p}" for p in ports)]
+def attack(tmp_path: Path, *ports: int, seconds: float = 2.0, folder: Path | None = None) -> dict[str, Any]:
+    plan = {"seconds": seconds, "marker": str(tmp_path / "executed"), "folders": [str(folder)] if folder else []}
+    plan["addresses"] = [("127.0.0.1", port) for port in ports]
+    command = [sys.executable, "-m", module.__name__, json.dumps(plan)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -67,12 +69,25 @@ def test_the_stranger_replaces_the_values_of_an_open_store(tmp_path: Path) -> No
     assert counts["uid"] == (module._UNPRIVILEGED if os.getuid() == 0 else os.getuid())
 
 
+@pytest.mark.rest
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_the_stranger_finds_what_other_users_may_write_to(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        for file, mode in (("closed", 0o644), ("open", 0o666)):
+            (folder / file).touch()
+            (folder / file).chmod(mode)
+        assert attack(tmp_path, seconds=0.0, folder=folder)["writable"] == [f"{folder}/open"]
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
         ({}, None),
         ({"connections": 3}, "reached too few ports"),
         ({"executed": True}, "executed what the stranger sent"),
+        ({"writable": ["/runs/a/config.yaml"]}, "can write to ['/runs/a/config.yaml']"),
         ({"new_threads": 200}, "hold threads"),
         ({"new_bytes": 2**30}, "hold memory"),
         ({"error": "no such host"}, "no such host"),
