@@ -327,7 +327,8 @@ def _find_occurrences(text: str, secrets: tuple[str, ...]) -> Iterator[tuple[int
 
 def _find_wrapped(text: str, secrets: tuple[str, ...]) -> Iterator[tuple[int, int]]:
     """Yields start and end of each secret that goes on in the next line, as `rich` wraps it, also in a box."""
-    lines, starts, position = list[str](), list[int](), 0
+    lines, starts = list[str](), list[int]()
+    position = 0
     for line in text.split("\n"):
         start = _LINE_START.match(line).end()  # type: ignore[union-attr]
         lines.append(line[start:].rstrip(" \t\r│┃|"))
@@ -344,19 +345,20 @@ def _find_wrapped(text: str, secrets: tuple[str, ...]) -> Iterator[tuple[int, in
 
 
 def _find_assigned(text: str) -> Iterator[tuple[int, int]]:
-    """Yields start and end of each value whose name, before it, says that it is a secret."""
+    """Yields start and end of each value behind a name of a secret."""
     for pattern in (_ASSIGNMENT, _OPTION):
-        shown = 0
+        last_end = 0
         for match in pattern.finditer(text):
-            if match.start() >= shown and (end := _end_of_secret(text, match)) > match.end():
-                shown = end
+            if match.start() >= last_end and (end := _end_of_secret(text, match)) > match.end():
+                last_end = end
                 yield match.end(), end
 
 
 def _end_of_secret(text: str, match: re.Match[str]) -> int:
     """Returns where the value behind a name ends that is a secret; 0 if it is none."""
     name, before = match["name"].rpartition(".")[2], text[max(0, match.start() - 6) : match.start()]
-    words, sign, quoted, start = _to_words(name), match["sign"].strip(), match["quote"], match.end()
+    words, start = _to_words(name), match.end()
+    sign, quoted = match["sign"].strip(), match["quote"]
     is_query = sign in ("=", "%3D", "%3d") and _QUERY_START.search(before) is not None
     if is_query:
         is_secret = _QUERY_NAME.search(words) is not None and _TEXT_TOKEN.search(words) is None

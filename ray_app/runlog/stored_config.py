@@ -58,7 +58,7 @@ def read_manifest(paths: RunPaths) -> Manifest:
 
 
 TRUSTED_RUNS = "RAY_APP_TRUSTED_RUNS"
-"""Environment variable with folders, separated by colons, whose runs are read whoever can write to their files."""
+"""Environment variable with folders, separated by colons: all users that can write to the runs in them are trusted."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -77,10 +77,10 @@ def read_code_text(file: Location) -> str:
     trusted = [Path(folder).resolve() for folder in os.environ.get(TRUSTED_RUNS, "").split(":") if folder]
     if not (is_foreign or is_open) or any(file.resolve().is_relative_to(folder) for folder in trusted):
         return text
-    if (own := _new_file_status(file.parent)) is not None:
+    if (new_file := _new_file_status(file.parent)) is not None:
         # Some file systems give all files one owner (NFS with squashing) or one mode (SMB, exFAT, gcsfuse).
-        is_foreign = is_foreign and status.st_uid != own.st_uid
-        is_open = is_open and not own.st_mode & _OTHERS_WRITE
+        is_foreign = is_foreign and status.st_uid != new_file.st_uid
+        is_open = is_open and not new_file.st_mode & _OTHERS_WRITE
     if not (is_foreign or is_open):
         return text
     problem = f"belongs to another user (uid {status.st_uid})" if is_foreign else "can be written by other users"
