@@ -89,29 +89,12 @@ def _start(pattern: str) -> str:
 
 
 _FORMS = (
-    "AGE-SECRET-KEY-1[0-9A-Z]{20,}",
-    r"AIza[\w-]{30,}",
-    "A(?:KIA|SIA)[A-Z0-9]{12,}",
-    "dapi[0-9a-f]{32}",
-    r"dop_v1_\w{20,}",
-    r"eyJ[\w-]{10,}\.eyJ[\w-]{5,}(?:\.[\w-]+)?",
-    "gh[opsru]_[A-Za-z0-9]{16,}",
-    r"github_pat_\w{20,}",
-    r"gl(?:cbt|dt|pat|rt)-[\w-]{16,}",
-    "gsk_[A-Za-z0-9]{20,}",
-    "hf_[A-Za-z0-9]{16,}",
-    r"hvs\.[\w-]{20,}",
-    "npm_[A-Za-z0-9]{30,}",
-    r"nvapi-[\w-]{20,}",
-    r"pypi-[\w-]{40,}",
-    "r8_[A-Za-z0-9]{30,}",
-    "rk_(?:live|test)_[A-Za-z0-9]{16,}",
-    "sk_(?:live|test)_[A-Za-z0-9]{16,}",
-    r"SG\.[\w-]{16,}\.[\w-]{16,}",
-    r"sk-(?=[A-Za-z_-]*\d)[\w-]{16,}",
-    r"xapp-[\w-]{10,}",
-    r"xox[a-z]-[\w-]{10,}",
-    r"ya29\.[\w-]{20,}",
+    *("AGE-SECRET-KEY-1[0-9A-Z]{20,}", r"AIza[\w-]{30,}", "A(?:KIA|SIA)[A-Z0-9]{12,}", "dapi[0-9a-f]{32}"),
+    *(r"dop_v1_\w{20,}", r"eyJ[\w-]{10,}\.eyJ[\w-]{5,}(?:\.[\w-]+)?", "gh[opsru]_[A-Za-z0-9]{16,}", r"hvs\.[\w-]{20,}"),
+    *(r"github_pat_\w{20,}", r"gl(?:cbt|dt|pat|rt)-[\w-]{16,}", "gsk_[A-Za-z0-9]{20,}", "hf_[A-Za-z0-9]{16,}"),
+    *("npm_[A-Za-z0-9]{30,}", r"nvapi-[\w-]{20,}", r"pypi-[\w-]{40,}", "r8_[A-Za-z0-9]{30,}", r"xapp-[\w-]{10,}"),
+    *("rk_(?:live|test)_[A-Za-z0-9]{16,}", "sk_(?:live|test)_[A-Za-z0-9]{16,}", r"sk-(?=[A-Za-z_-]*\d)[\w-]{16,}"),
+    *(r"SG\.[\w-]{16,}\.[\w-]{16,}", r"xox[a-z]-[\w-]{10,}", r"ya29\.[\w-]{20,}"),
 )
 """Tokens of AWS, Google, GitHub, GitLab, Hugging Face, OpenAI, Slack and others, and JSON web tokens."""
 _PRIVATE_KEY = "-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,10}-----"
@@ -354,13 +337,10 @@ def _find_assigned(text: str) -> Iterator[tuple[int, int]]:
     for pattern in (_ASSIGNMENT, _OPTION):
         last_end = 0
         for match in pattern.finditer(text):
-            if (
-                _ends_as_secret(match["name"])
-                and match.start() >= last_end
-                and (end := _end_of_secret(text, match)) > match.end()
-            ):
-                last_end = end
-                yield match.end(), end
+            if match.start() >= last_end and _ends_as_secret(match["name"]):
+                last_end = _end_of_secret(text, match)
+                if last_end > match.end():
+                    yield match.end(), last_end
 
 
 @lru_cache(maxsize=4096)
