@@ -6,7 +6,7 @@ from ray_app.cli.main import exit_code
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.prepare import TaskCheck, iter_findings
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.watch.terminal import print_timed_finding
 
 _DESCRIPTION = (

@@ -25,7 +25,7 @@ from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (

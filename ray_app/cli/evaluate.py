@@ -25,9 +25,9 @@ from ray_app.evaluate.job import EvaluationJob, pending_commits
 from ray_app.models.inputs import open_rows
 from ray_app.preflight.batch_checks import refuse_other_batches
 from ray_app.preflight.inputs import check_evaluation_data
-from ray_app.runlog.console import TextConsole
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config

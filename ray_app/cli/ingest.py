@@ -27,7 +27,7 @@ from ray_app.ingest.shuffle import write_bucket
 from ray_app.ingest.splits import InputSplitTask, count_times, find_ids, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 
 _MAX_WIDTH, _MAX_LABELS = 200, 20
 """Characters of a line without a terminal, and labels that a message lists."""

@@ -39,7 +39,7 @@ from ray_app.predict.predict import (
     refuse_other_prediction,
     write_coco_results,
 )
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary, to_location

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
 from ray_app.driver.parsing import parse_options
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.watch.terminal import describe_model
 
 

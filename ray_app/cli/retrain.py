@@ -16,7 +16,7 @@ from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.retrain.situation import roll_back
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (

@@ -14,7 +14,7 @@ from ray_app.config.variables import tracking_of_job
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.preflight.inputs import make_run_name
-from ray_app.runlog.console import TextConsole, without_colors
+from ray_app.runlog.output import TextConsole, without_colors
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import to_location

@@ -11,7 +11,7 @@ from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
 from ray_app.errors import RayAppError, is_refusal
 from ray_app.process import interrupt_at_signals
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ray_app.cli.main import exit_code
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import to_location
 from ray_app.watch.live_views import PageServer, RunWatcher, can_redraw, format_line, is_over, render_screen

@@ -26,8 +26,8 @@ from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.driver.run import Faults, run_training
 from ray_app.errors import RayAppError
-from ray_app.runlog.console import TextConsole
 from ray_app.runlog.lease import LeaseHolder
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import list_tree, put_json, read_json, to_location
 from ray_app.train.job import Job
 

@@ -50,7 +50,7 @@ from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.process import STOP_SIGNALS
 from ray_app.retry import Retry
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job

@@ -18,7 +18,7 @@ from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Run, open_run
 from ray_app.errors import RunEndedError
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus

@@ -45,11 +45,11 @@ from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
-from ray_app.runlog.console import TextConsole
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun

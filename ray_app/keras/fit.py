@@ -28,7 +28,7 @@ from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
 from ray_app.preflight.inputs import make_plan, make_task, read_classes
-from ray_app.runlog.console import TextConsole
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import stored_config
 from ray_app.storage.files import to_location

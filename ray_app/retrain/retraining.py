@@ -65,9 +65,9 @@ from ray_app.retrain.situation import (
     load_champion,
     record_rollbacks,
 )
-from ray_app.runlog.console import TextConsole
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.storage.files import read_json, remove_tree

@@ -28,11 +28,10 @@ from ray_app.errors import ConfigError, DataError, escape_controls
 from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
 from ray_app.report.facts import Facts
-from ray_app.runlog.console import TextConsole
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.history import count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
-from ray_app.runlog.output import NewLines
+from ray_app.runlog.output import NewLines, TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.constant_scores import describe_constant

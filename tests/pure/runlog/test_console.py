@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ray_app.cli import ingest, report, watch
 from ray_app.errors import BadRowError, ConfigError, RayAppError, TaskError, escape_controls
-from ray_app.runlog.console import TextConsole, without_colors
+from ray_app.runlog.output import TextConsole, without_colors
 from ray_app.runlog.redaction import redact
 from ray_app.watch.terminal import Finding, SafeConsole, print_findings
 from tests.support.paths import ROOT
