@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -114,11 +115,13 @@ def open_session(generation: int, rank: int, key: str) -> None:
         key: The key of the generation, 64 hexadecimal digits.
     """
     global _session
-    _session = _Session(generation, rank, key)
+    # An empty key would prove nothing.
+    _session = _Session(generation, rank, key) if key else None
 
 
 def _open_session() -> _Session:
-    assert _session is not None, "every process group is formed with a session"
+    if _session is None:
+        raise RuntimeError("This process group was formed without a key, so its ranks cannot send each other values.")
     return _session
 
 
@@ -137,7 +140,7 @@ def gather(value: T, world: World) -> list[T]:
         heads = _gather_tensors(signature.head(session.rank, body), world.size)
         contents = [signature.read_head(rank, head) for rank, head in enumerate(heads)]
         max_length = max(length for length, _ in contents)
-        bodies = _gather_tensors(_to_tensor(body.ljust(max_length, b"\0")), world.size)
+        bodies = _gather_tensors(_to_tensor(body, max_length), world.size)
     return [signature.load(rank, bodies[rank][:length], digest) for rank, (length, digest) in enumerate(contents)]
 
 
@@ -199,8 +202,11 @@ def receive_value(peer: int) -> Any:
     return signature.load(peer, body, digest)
 
 
-def _to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _to_tensor(data: bytes, length: int = 0) -> Tensor:
+    """Returns the bytes, with zeros up to a length."""
+    tensor = torch.zeros(max(length, len(data)), dtype=torch.uint8)
+    tensor.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+    return tensor
 
 
 def check_errors_on_all_ranks(world: World) -> None:
