@@ -45,6 +45,9 @@ CLIENT = (
 
 def trying(address, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Ray replaces 127.0.0.1 by another address of the machine, at which such a cluster does not listen.
+    if address.startswith("127."):
+        clean["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     command = [sys.executable, "-c", CLIENT, address]
     return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
