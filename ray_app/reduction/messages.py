@@ -93,7 +93,8 @@ class _Session:
     """The messages of this process in one generation."""
 
     def __init__(self, generation: int, rank: int, key: str) -> None:
-        self.rank, self._generation, self._key = rank, generation, bytes.fromhex(key)
+        self.rank = rank
+        self._generation, self._key = generation, bytes.fromhex(key)
         self._counts = Counter[str]()
 
     def sign(self, purpose: str) -> _Signature:

@@ -1,4 +1,6 @@
-"""The clusters that the application starts refuse clients without the token, on real Ray."""
+"""The clusters that the application starts refuse clients without the token, on real Ray, and on one machine they open
+no port to other machines.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ with _ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--inc
 }
 TRY = """
 import os, subprocess, sys
-import ray
+import psutil, ray
 
 CLIENT = (
     "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in',"
@@ -51,7 +53,13 @@ def trying(address, **environment):
     command = [sys.executable, "-c", CLIENT, address]
     return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+def listeners():
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    connections = [connection for process in processes for connection in process.net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+
 def try_all(address):
+    print("local:", listeners() == {"127.0.0.1"})
     print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
     clients = {
         "right": trying(address, RAY_AUTH_MODE="token"),
@@ -73,6 +81,7 @@ def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) ->
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if ": " in line] == [
+        f"local: {kind != 'launch'}",
         "file: 0o600",
         "right: in True",
         "without: AuthenticationError",
