@@ -17,7 +17,7 @@ import hmac
 import pickle
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -171,13 +171,8 @@ def broadcast(value: T, source: int, world: World) -> T:
                 dist.broadcast(part, source)
         return value
     with collective():
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-        dist.broadcast(head, source)
-        length, digest = signature.read_head(source, head)
-        received = torch.zeros(length, dtype=torch.uint8)
-        dist.broadcast(received, source)
-    result: T = signature.load(source, received, digest)
-    return result
+        received: T = _receive(signature, source, lambda part: dist.broadcast(part, source))
+    return received
 
 
 def start_send_value(value: Any, peer: int) -> list[P2PWork]:
@@ -195,12 +190,17 @@ def receive_value(peer: int) -> Any:
     """
     session = _open_session()
     signature = session.sign(f"message from {peer} to {session.rank}")
+    return _receive(signature, peer, lambda part: receive(part, peer))
+
+
+def _receive(signature: _Signature, sender: int, fill: Callable[[Tensor], object]) -> Any:
+    """Returns a value; `fill` receives into a tensor."""
     head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-    receive(head, peer)
-    length, digest = signature.read_head(peer, head)
+    fill(head)
+    length, digest = signature.read_head(sender, head)
     body = torch.zeros(length, dtype=torch.uint8)
-    receive(body, peer)
-    return signature.load(peer, body, digest)
+    fill(body)
+    return signature.load(sender, body, digest)
 
 
 def _to_tensor(data: bytes, length: int = 0) -> Tensor:
