@@ -18,6 +18,7 @@
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── TaskError            user code raised an error; the message names the line, the step and the rows
     ├── PeerLostError        a collective failed because a worker left; a new generation has to form
+    │   └── ForgedMessageError   a message has no proof that a worker of this run has sent it
     ├── WrongResultError     silent data corruption: this worker's result differs from that of two others
     ├── IrreproducibleError  the same share of a step has another checksum each time that it is computed
     ├── PreemptedError       the nodes of all workers are about to be taken away

@@ -325,15 +325,15 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
         environment = os.environ | private_files() | without_errors(os.environ)
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        shown: set[str] = set()
+        logged_lines: set[str] = set()
 
         def check() -> None:
             # `seek` would move the place where Ray's processes write.
             text = os.pread(output.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace")
             for line in text.splitlines():
-                if re.search(r"(?i)\bwarning\b", line) and line not in shown:
+                if re.search(r"(?i)\bwarning\b", line) and line not in logged_lines:
                     logger.warning("ray start: %s", line)
-                    shown.add(line)
+                    logged_lines.add(line)
             if process.poll() is not None:
                 raise RayAppError(f"ray start {' '.join(options)} ended: {text[-2000:].strip()}")
 

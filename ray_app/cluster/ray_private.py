@@ -53,7 +53,9 @@ NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
 TESTED_RAY = (2, 56), (2, 60)
 """The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
-_AUTH_MODE, _AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _TOKEN_FILE = ".ray/auth_token"
 """Ray's file with the token, in the home folder."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -221,16 +223,17 @@ def on_loopback() -> Iterator[None]:
     """Has Ray listen on 127.0.0.1 only in a cluster that this process starts inside the block.
 
     Ray does so by itself on macOS and Windows. Elsewhere its ports are open on all addresses of the machine, and it has
-    no other option for that: it replaces 127.0.0.1 as the address of a node.
+    no other option for that: it replaces 127.0.0.1 as the address of a node. A value of the variable in the environment
+    stays.
     """
-    if CAN_HAVE_NODES.find() is None:
+    if _ONE_MACHINE in os.environ or CAN_HAVE_NODES.find() is None:
         yield
         return
     module, _, name = CAN_HAVE_NODES.path.partition(":")
     values = vars(sys.modules[module])
     # The processes of the cluster read the variable, and this process has read it.
     with (
-        set_variables(RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0"),
+        set_variables(**{_ONE_MACHINE: "0"}),
         restore_setting(name, functools.partial(values.get, name), functools.partial(values.__setitem__, name)),
     ):
         values[name] = False

@@ -17,10 +17,11 @@ import hmac
 import pickle
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -92,7 +93,8 @@ class _Session:
     """The messages of this process in one generation."""
 
     def __init__(self, generation: int, rank: int, key: str) -> None:
-        self.rank, self._generation, self._key = rank, generation, bytes.fromhex(key)
+        self.rank = rank
+        self._generation, self._key = generation, bytes.fromhex(key)
         self._counts = Counter[str]()
 
     def sign(self, purpose: str) -> _Signature:
@@ -114,11 +116,13 @@ def open_session(generation: int, rank: int, key: str) -> None:
         key: The key of the generation, 64 hexadecimal digits.
     """
     global _session
-    _session = _Session(generation, rank, key)
+    # An empty key would prove nothing.
+    _session = _Session(generation, rank, key) if key else None
 
 
 def _open_session() -> _Session:
-    assert _session is not None, "every process group is formed with a session"
+    if _session is None:
+        raise RuntimeError("This process group was formed without a key, so its ranks cannot send each other values.")
     return _session
 
 
@@ -137,7 +141,7 @@ def gather(value: T, world: World) -> list[T]:
         heads = _gather_tensors(signature.head(session.rank, body), world.size)
         contents = [signature.read_head(rank, head) for rank, head in enumerate(heads)]
         max_length = max(length for length, _ in contents)
-        bodies = _gather_tensors(_to_tensor(body.ljust(max_length, b"\0")), world.size)
+        bodies = _gather_tensors(_to_tensor(body, max_length), world.size)
     return [signature.load(rank, bodies[rank][:length], digest) for rank, (length, digest) in enumerate(contents)]
 
 
@@ -167,13 +171,8 @@ def broadcast(value: T, source: int, world: World) -> T:
                 dist.broadcast(part, source)
         return value
     with collective():
-        head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-        dist.broadcast(head, source)
-        length, digest = signature.read_head(source, head)
-        received = torch.zeros(length, dtype=torch.uint8)
-        dist.broadcast(received, source)
-    result: T = signature.load(source, received, digest)
-    return result
+        received: T = _receive(signature, source, lambda part: dist.broadcast(part, source))
+    return received
 
 
 def start_send_value(value: Any, peer: int) -> list[P2PWork]:
@@ -191,16 +190,24 @@ def receive_value(peer: int) -> Any:
     """
     session = _open_session()
     signature = session.sign(f"message from {peer} to {session.rank}")
+    return _receive(signature, peer, lambda part: receive(part, peer))
+
+
+def _receive(signature: _Signature, sender: int, fill: Callable[[Tensor], object]) -> Any:
+    """Returns a value; `fill` receives into a tensor."""
     head = torch.zeros(_HEAD_BYTES, dtype=torch.uint8)
-    receive(head, peer)
-    length, digest = signature.read_head(peer, head)
+    fill(head)
+    length, digest = signature.read_head(sender, head)
     body = torch.zeros(length, dtype=torch.uint8)
-    receive(body, peer)
-    return signature.load(peer, body, digest)
+    fill(body)
+    return signature.load(sender, body, digest)
 
 
-def _to_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _to_tensor(data: bytes, length: int = 0) -> Tensor:
+    """Returns the bytes, with zeros up to a length."""
+    tensor = torch.zeros(max(length, len(data)), dtype=torch.uint8)
+    tensor.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+    return tensor
 
 
 def check_errors_on_all_ranks(world: World) -> None:

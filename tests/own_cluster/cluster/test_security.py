@@ -1,4 +1,6 @@
-"""The clusters that the application starts refuse clients without the token, on real Ray."""
+"""The clusters that the application starts refuse clients without the token, on real Ray, and on one machine they open
+no port to other machines.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ with _ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--inc
 TRY = """
 import os, subprocess, sys, tempfile
 from pathlib import Path
-import ray
+import psutil, ray
 
 folder = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}"
 sessions = set(folder.glob("ray/session_2*"))
@@ -49,12 +51,21 @@ CLIENT = (
 
 def trying(address, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Ray replaces 127.0.0.1 by another address of the machine, at which such a cluster does not listen.
+    if address.startswith("127."):
+        clean["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     command = [sys.executable, "-c", CLIENT, address]
     return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+def listeners():
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    connections = [connection for process in processes for connection in process.net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
 
 def try_all(address):
     files = set(folder.glob("ray/session_2*")) - sessions
     print("session:", len(files), "below a folder with mode", oct(folder.stat().st_mode & 0o777))
+    print("local:", listeners() == {"127.0.0.1"})
     print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
     clients = {
         "right": trying(address, RAY_AUTH_MODE="token"),
@@ -77,6 +88,7 @@ def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if ": " in line] == [
         "session: 1 below a folder with mode 0o700",
+        f"local: {kind != 'launch'}",
         "file: 0o600",
         "right: in True",
         "without: AuthenticationError",

@@ -19,7 +19,8 @@ from ray_app.cli.launch import Machines, _follow, _Followers, _ray_node
 from ray_app.errors import ConfigError, RayAppError
 from ray_app.testing import make_context
 
-TOKEN, LOCALHOST, WAIT_S = "f" * 64, "127.0.0.1", 60.0
+TOKEN, WAIT_S = "f" * 64, 60.0
+LOCALHOST = "127.0.0.1"
 
 
 def free_port() -> int:
@@ -68,7 +69,7 @@ def test_the_message_for_a_taken_port_names_the_process() -> None:
 
 
 def let_one_join_among_strangers(folder: Path) -> None:
-    """Runs in a process of its own, whose limit of files is so low that the strangers exceed it."""
+    """Runs in a process of its own, with a limit of files that the strangers exceed."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     port = free_port()
     with closing(_Followers((LOCALHOST, port), TOKEN)) as followers:

@@ -31,7 +31,7 @@ def open_listeners() -> set[str]:
 
 
 def meet(rank: int, _store: Path, port: int, marker: Path, kind: str) -> list[Any]:
-    """Opens two generations; in the first, rank 1 is a stranger without the key, who sends a hostile pickle."""
+    """Opens two generations; in the first, rank 1 is a stranger without the key and sends a hostile pickle."""
     answers: list[Any] = []
     for number in (1, 2):
         is_stranger = (rank, number) == (1, 1)

@@ -1,4 +1,4 @@
-"""The token of Ray's clusters: who may read it, and that a launch needs one."""
+"""The token of Ray's clusters: only its owner may read it, and a launch needs one."""
 
 from __future__ import annotations
 

@@ -60,12 +60,12 @@ def test_a_message_at_another_place_than_its_own_is_refused(
     assert KEY not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", [0, 8, 40, 71, 72, -1], ids=lambda place: f"byte {place}")
-def test_a_changed_message_is_refused(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("index", [0, 8, 40, 71, 72, -1], ids=lambda index: f"byte {index}")
+def test_a_changed_message_is_refused(index: int, tmp_path: Path) -> None:
     sender, receiver = _Session(2, 1, KEY), _Session(2, 0, KEY)
     body = pickle.dumps(Malicious(tmp_path / "executed"))
     message = torch.cat([sender.sign("gather").head(1, body), _to_tensor(body)])
-    message[place] ^= 1
+    message[index] ^= 1
     with pytest.raises(ForgedMessageError):
         read(receiver, 1, "gather", message[:72], message[72:].numpy().tobytes())
     assert not (tmp_path / "executed").exists()
@@ -94,7 +94,7 @@ ALLOWED = {
 def find_unpickling(code: str) -> list[str]:
     """Returns the calls that unpickle, or gather by pickles, without `torch.load(weights_only=True)`."""
     calls = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call | ast.Attribute | ast.alias))
-    found = []
+    unsafe_names = []
     safe = set()
     for node in calls:
         if isinstance(node, ast.Call) and any(
@@ -102,13 +102,13 @@ def find_unpickling(code: str) -> list[str]:
         ):
             safe.add(id(node.func))
         elif isinstance(node, ast.Attribute) and id(node) not in safe and _READS.search(ast.unparse(node)):
-            found.append(ast.unparse(node))
+            unsafe_names.append(ast.unparse(node))
         # `from pickle import loads` would hide the module.
         elif isinstance(node, ast.alias) and re.fullmatch(
             r"loads|Unpickler|\w*gather_object|\w+_object_list", node.name
         ):
-            found.append(node.name)
-    return found
+            unsafe_names.append(node.name)
+    return unsafe_names
 
 
 @pytest.mark.parametrize(
