@@ -116,9 +116,13 @@ def private_folder() -> Path:
     folder, advice = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}", "set TMPDIR to a folder of your own"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if check_owner(folder, advice).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    mode = check_owner(folder, advice).st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = f"others can write to it; remove it if nothing in it is of use, or {advice}"
         raise PermissionError(errno.EPERM, reason, str(folder))
+    if mode & 0o077:
+        # Folders in it, such as those of Ray, may be open to all.
+        folder.chmod(0o700)
     return folder
 
 

@@ -232,7 +232,9 @@ def test_a_folder_that_a_stranger_has_made_first_is_not_used(
 @pytest.mark.parametrize(("mode", "problem"), [(0o770, "others can"), (0o702, "others can"), (None, "is a link")])
 def test_a_private_folder_is_private(shared_tmp: Path, mode: int | None, problem: str) -> None:
     folder = private_folder()
+    folder.chmod(0o755)
     assert private_folder() == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     if mode is None:
         folder.rename(shared_tmp / "elsewhere")
         folder.symlink_to(shared_tmp / "elsewhere")
