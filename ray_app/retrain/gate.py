@@ -313,7 +313,8 @@ def _score_all(
         scored = {}
         for name, files in request.models.items():
             package = _Package(name, files, task)
-            model, inputs, source = package.load(device), package.inputs, package.source(request.source)
+            model, inputs = package.load(device), package.inputs
+            source = package.source(request.source)
             arrays = shared if source is request.source else _read_arrays(source, request)
             if not set(inputs) <= arrays.keys():
                 raise ConfigError(
@@ -353,7 +354,8 @@ class _Package:
     """
 
     def __init__(self, called: str, files: Files, task: Task) -> None:
-        self._called, self._files, self._task = called, files, task
+        self._called, self._files = called, files
+        self._task = task
         self._described = json.loads(files[loader.DESCRIPTION])
         self.inputs: list[str] = [spec["name"] for spec in self._described["inputs"]]
 

@@ -308,19 +308,19 @@ def _max_bytes() -> int:
 
 def find_faults(group: str, folder: Path) -> tuple[list[dict[str, Any]], int]:
     """Reads all mutants of a group in child processes; returns the faults, and the number of mutants that had none."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     first = num_good = 0
     while True:
         command = [sys.executable, "-m", __name__, group, str(first)]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         child = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         lines = [json.loads(line) for line in child.stdout.splitlines()]
-        found += [line for line in lines if "fault" in line]
+        result += [line for line in lines if "fault" in line]
         if child.returncode == 0:
-            return found, num_good + sum(lines[-1].values())
+            return result, num_good + sum(lines[-1].values())
         assert child.returncode < 0, child.stderr
         number = int.from_bytes((folder / "number").read_bytes(), "little")
-        found.append({"number": number, "fault": f"the process died of {signal.Signals(-child.returncode).name}"})
+        result.append({"number": number, "fault": f"the process died of {signal.Signals(-child.returncode).name}"})
         first = number + 1
         for left in folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
