@@ -301,7 +301,8 @@ def _score_all(
             if not set(package.inputs) <= arrays.keys():
                 raise ConfigError(
                     f"The {name} takes the fields {', '.join(package.inputs)}, but the task decodes"
-                    f" {', '.join(arrays)}; they cannot be compared. Use another tracking.registered_model for a task with other inputs."
+                    f" {', '.join(arrays)}; they cannot be compared. Use another tracking.registered_model for a"
+                    " task with other inputs."
                 )
             losses = nn.Module()
             if isinstance(task, ModuleTask) and type(task).loss is ModuleTask.loss:
