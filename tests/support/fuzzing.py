@@ -47,10 +47,9 @@ from ray_app.task.images import convert_image, decode_image, decode_mask
 from ray_app.task.tabular import TabularClassification
 from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
 from ray_app.train.state.parameters import read_parameters
-from tests.pure.ingest.readers.test_boxes import voc, write_coco, write_voc, write_yolo
-from tests.pure.ingest.test_fuzz import SOURCES
 from tests.support.checkpoints import make_store_of_three
 from tests.support.encoded_images import intact_files
+from tests.support.ingest_sources import OBJECTS, SOURCES
 from tests.support.mutations import mutate
 from tests.support.paths import ROOT
 
@@ -185,22 +184,13 @@ def images() -> dict[str, Case]:
 def sources() -> dict[str, Case]:
     """Returns a case for each reader of raw data, and one for a data set of Parquet."""
     cases = {}
-    boxes = {
-        "coco": (write_coco, "annotations/instances_train.json", {}),
-        "voc": (lambda folder: write_voc(folder, {"a": voc(("dog", (1, 1, 9, 9)), name="a.jpg")}), "", {}),
-        "yolo": (write_labels, "", {}),
-    }
-    for name, (write, relative, options) in (SOURCES | boxes).items():
+    for name, (write, relative, options) in (SOURCES | OBJECTS).items():
         if name == "parquet":
             continue
         folder = Path(f"source of {name}").absolute()
-        if name in boxes:
-            folder.mkdir()
-            write(folder)
-        else:
-            folder.mkdir()
-            write(folder / "in")
-            folder /= "in"
+        folder.mkdir()
+        folder /= "in"
+        write(folder)
         files = {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
         def read(
@@ -232,11 +222,6 @@ def sources() -> dict[str, Case]:
     table = io.BytesIO()
     pq.write_table(pa.table({"a": [1, 2], "b": ["u", "v"]}), table)
     return cases | {"parquet": on_disk("a.parquet", table.getvalue(), open_parquet, 1_000)}
-
-
-def write_labels(folder: Path) -> None:
-    write_yolo(folder, {"1": "0 0.5 0.5 1.0 1.0\n1 0.25 0.5 0.1 0.2\n", "2": None})
-    (folder / "data.yaml").write_text("names: {0: cat, 1: dog}\nnc: 2\n")
 
 
 def faults() -> dict[str, Case]:
