@@ -5,14 +5,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lint notebooks docs picture pictures gpu dist sbom clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lock lint notebooks docs picture pictures gpu dist sbom clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
 
-$(INSTALLED): requirements.txt requirements-dev.txt
+$(INSTALLED): requirements-dev.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
@@ -52,6 +52,12 @@ versions: $(INSTALLED) ## try each version of Ray, torch and Python in an enviro
 
 notebooks: $(INSTALLED) ## execute the notebooks and store their outputs
 	$(BIN)/python -m tests.support.notebooks
+
+LOCK := $(BIN)/uv pip compile --quiet --no-header --generate-hashes --universal --fork-strategy fewest --python-version 3.11
+
+lock: ## write requirements.lock and requirements-dev.lock: what the named versions need, each file with its hashes
+	$(LOCK) requirements-dev.txt -o requirements-dev.lock
+	$(LOCK) -c requirements-dev.lock requirements.txt -o requirements.lock
 
 docs: $(INSTALLED) ## the documentation as a site in build/docs; a dead link, a missing anchor or an unknown field fails
 	$(BIN)/python -m sphinx -E -W --keep-going -n -q -b html docs build/docs

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.testing import KilledError, WorkerPool
-from ray_app.train.membership import GenerationInfo
+from ray_app.train.membership import KEY_BYTES, GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 
 LOCALHOST = "127.0.0.1"
+KEY = "ab" * KEY_BYTES
 SIZES, ROUNDS = (3, 5), 5
 _TIMEOUT = timedelta(seconds=20)
 
@@ -62,10 +63,10 @@ def ours(rank: int, store: Path, size: int, port: int) -> float:
     """Opens a group of this application, then one without the last rank."""
     del store
     first, second = ProcessGroup(), ProcessGroup()
-    first.open(GenerationInfo(1, rank, size, LOCALHOST, port), torch.device("cpu"), "gloo")
+    first.open(GenerationInfo(1, rank, size, LOCALHOST, port, key=KEY), torch.device("cpu"), "gloo")
     since_s = reduce_until_lost(rank, size)
     first.close(True)
-    second.open(GenerationInfo(2, rank, size - 1, LOCALHOST, port), torch.device("cpu"), "gloo")
+    second.open(GenerationInfo(2, rank, size - 1, LOCALHOST, port, key=KEY), torch.device("cpu"), "gloo")
     try:
         return first_reduction(since_s, size - 1)
     finally:

@@ -18,6 +18,7 @@
     ├── NonFiniteError       a loss or a gradient is NaN or infinite
     ├── TaskError            user code raised an error; the message names the line, the step and the rows
     ├── PeerLostError        a collective failed because a worker left; a new generation has to form
+    │   └── ForgedMessageError   a message has no proof that a worker of this run has sent it
     ├── WrongResultError     silent data corruption: this worker's result differs from that of two others
     ├── IrreproducibleError  the same share of a step has another checksum each time that it is computed
     ├── PreemptedError       the nodes of all workers are about to be taken away
@@ -34,6 +35,8 @@ import re
 from collections.abc import Sequence
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]{6,}")
+_CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""Characters that act on a terminal: C0 and C1 but tabs and ends of lines, separators of lines, and bidi overrides."""
 
 
 def join_names(names: Sequence[str], max_names: int = 12) -> str:
@@ -47,6 +50,9 @@ class RayAppError(Exception):
 
     retryable = False
     """Whether a restart of the workers can help; a wrong configuration or a bad row stays wrong."""
+
+    def __str__(self) -> str:
+        return escape_controls(super().__str__())
 
 
 class ConfigError(RayAppError):
@@ -76,7 +82,7 @@ class BadRowError(DataError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}"
+        return escape_controls(f"{self.path}, row group {self.row_group}, row {self.row}: {self.reason}")
 
 
 class ProcessDiedError(DataError):
@@ -139,13 +145,17 @@ class TaskError(RayAppError):
         return TaskError(self.message, self.trace, ", ".join(part for part in (worker, self.context, rows) if part))
 
     def __str__(self) -> str:
-        return "\n".join([self.message, *([f"  {self.context}"] if self.context else []), self.trace])
+        return escape_controls("\n".join([self.message, *([f"  {self.context}"] if self.context else []), self.trace]))
 
 
 class PeerLostError(RayAppError):
     """A collective failed because another worker left or a new generation forms."""
 
     retryable = True
+
+
+class ForgedMessageError(PeerLostError):
+    """A message of a peer has no proof that a worker of this run has sent it, so it was not read."""
 
 
 class WrongResultError(RayAppError):
@@ -217,3 +227,8 @@ def unwrap_app_error(error: BaseException) -> BaseException:
 def remove_addresses(text: str) -> str:
     """Returns a text without addresses of Python objects, which differ each time (`<BytesIO object at 0x7f3c5a>`)."""
     return _ADDRESS.sub("", text)
+
+
+def escape_controls(text: str) -> str:
+    """Returns a text with each character that acts on a terminal as an escape, such as `\\x1b` or `\\u202e`."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1].replace("\\r", "\\x0d"), text)

@@ -13,13 +13,14 @@ import logging
 import os
 import select
 import signal
+import stat
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +89,48 @@ def why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return f"{error.strerror or error} ({error.filename or folder})"
     return None
+
+
+def check_owner(folder: Path, advice: str) -> os.stat_result:
+    """Returns the status of a folder that belongs to this user or root; refuses a link, a file, and any other owner.
+
+    Another user could change the files in it, or have made a link to a folder of this user in its place.
+
+    Raises:
+        PermissionError: The message ends with the advice.
+    """
+    status = folder.lstat()
+    if status.st_uid not in (os.getuid(), 0):
+        raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid}); {advice}", str(folder))
+    if not stat.S_ISDIR(status.st_mode):
+        raise PermissionError(errno.EPERM, f"it is a link or a file, not a folder; remove it, or {advice}", str(folder))
+    return status
+
+
+def private_folder() -> Path:
+    """Returns this user's folder in the temporary folder, `ray_app-UID`, which it makes if it does not exist.
+
+    Raises:
+        PermissionError: Another user can predict the name, and has made the folder first, or can write to it.
+    """
+    folder, advice = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}", "set TMPDIR to a folder of your own"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if check_owner(folder, advice).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"others can write to it; remove it if nothing in it is of use, or {advice}"
+        raise PermissionError(errno.EPERM, reason, str(folder))
+    return folder
+
+
+@cache
+def temporary_folder() -> Path:
+    """Returns `private_folder`; a new folder of this process if another user has taken the name of the usual one."""
+    try:
+        return private_folder()
+    except PermissionError as error:
+        folder = tempfile.mkdtemp(prefix="ray_app-")
+        logger.warning("Temporary files are in %s: %s", folder, error)
+        return Path(folder)
 
 
 class _StderrHandler(logging.StreamHandler[Any]):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from ray_app.cli.main import exit_code
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.prepare import TaskCheck, iter_findings
+from ray_app.runlog.output import TextConsole
 from ray_app.watch.terminal import print_timed_finding
 
 _DESCRIPTION = (
@@ -27,7 +26,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int
 
     def work() -> None:
         config, _ = parse_with_sections(arguments, {}, prog, description=_DESCRIPTION)
-        console = Console()
+        console = TextConsole()
         findings = []
         for finding in iter_findings(config):
             findings.append(finding)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from rich.console import Console
 
 from ray_app.cli.main import exit_code
 from ray_app.cluster.resources import cluster, reconnect, resolve_scaling
@@ -26,6 +25,7 @@ from ray_app.drill.session import SCENARIOS, Drill
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import Location, to_location
 
 _DESCRIPTION = (
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
 
     It returns 1 if one did not or the drill was not completed, 2 if it was refused before anything started.
     """
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    console = TextConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     started = threading.Event()
 
     def work() -> int:

@@ -27,6 +27,7 @@ from ray_app.preflight.batch_checks import refuse_other_batches
 from ray_app.preflight.inputs import check_evaluation_data
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.lease import is_held, newest_fence
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
@@ -199,7 +200,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> 
     spec = values.pop("task", None)
     options = EvaluateOptions(**values)
     task = ClassSpec(spec["class_path"], spec.get("init_args") or {}) if spec else None
-    console = Console()
+    console = TextConsole()
 
     def work() -> None:
         evaluations = evaluate_run(options, task, console)

@@ -15,11 +15,11 @@ from typing import IO, Any, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
 from ray_app.cli.main import exit_code
+from ray_app.errors import escape_controls
 from ray_app.ingest.ingest import READERS, ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.readers import base
@@ -27,6 +27,7 @@ from ray_app.ingest.shuffle import write_bucket
 from ray_app.ingest.splits import InputSplitTask, count_times, find_ids, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
 from ray_app.plan.manifest import find_similar_names
+from ray_app.runlog.output import TextConsole
 
 _MAX_WIDTH, _MAX_LABELS = 200, 20
 """Characters of a line without a terminal, and labels that a message lists."""
@@ -141,13 +142,13 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
     print_summary(summary)
     _warn_of_labels(summary, options)
     if options.drop:
-        print(f"Columns left out: {', '.join(options.drop)}")
+        print(escape_controls(f"Columns left out: {', '.join(options.drop)}"))
     unusable = [
         name for part in summary.parts.values() for name, facts in part.columns.items() if facts.get("unusable")
     ]
     if options.source == "parquet":
         others = f", but not by {', '.join(unusable)}" if unusable else ""
-        print(f"It can be trained on as it is{others}: nothing was written.")
+        print(escape_controls(f"It can be trained on as it is{others}: nothing was written."))
     elif work is not preview:
         before = "These rows were added before" if options.append else "Made before from the same options and files"
         print(f"{before}: nothing was written." if summary.reused else "Done.")
@@ -173,7 +174,7 @@ def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
 def print_summary(summary: DatasetSummary) -> None:
     """Shows each data set as a table of its columns, and classes that may be meant to be one."""
     # Without a terminal a line is as long as its text.
-    console = Console(
+    console = TextConsole(
         soft_wrap=True, highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _MAX_WIDTH
     )
     for part in summary.parts.values():

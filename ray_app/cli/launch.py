@@ -3,11 +3,12 @@
 The machines are those of the variables of a scheduler: `TF_CONFIG`, the variables of torchrun and Kubeflow, or those of
 MPI, SLURM, PBS, LSF and SageMaker. The first machine starts Ray's head node and trains, the others join its cluster.
 Each keeps a connection to the first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end
-of the run.
+of the run. Both ends first prove that they have Ray's token, and another machine starts Ray only after that.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -27,11 +28,16 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import psutil
+
+from ray_app.channel import Listener, UnprovenServerError, connect
 from ray_app.cli import train
 from ray_app.cli.main import exit_code
 from ray_app.config.variables import without_errors
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, RayAppError
+
+logger = logging.getLogger(__name__)
 
 _DESCRIPTION = "Called on every machine of a job, makes a Ray cluster of them and trains a configuration on it."
 _FORM_S = 600.0
@@ -42,6 +48,8 @@ _STOP_S = 25.0
 SLURM kills a job 30 s after it.
 """
 _POLL_S = 0.5
+_MAX_OUTPUT_BYTES = 1 << 20
+"""Maximum length of the output of `ray start` that is searched for warnings."""
 _MASTER = "MASTER_ADDR"
 _TASK_TYPES = ("chief", "master", "worker", "ps", "evaluator")
 """The types of tasks of `TF_CONFIG`, in the order in which their machines are numbered."""
@@ -232,29 +240,32 @@ def _expand_range(text: str) -> list[str]:
 
 
 class _Followers:
-    """The connections of the other machines to the first one.
+    """The connections of the other machines to the first one, which have proven that they have its token.
 
     Args:
         address: The address and port at which the first machine listens.
+        token: Ray's token.
+
+    Raises:
+        RayAppError: Another process has the port.
     """
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._listener = socket.create_server(address)
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._listener = Listener(self._add, token)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._sent = b""
-        threading.Thread(target=self._accept, name="followers", daemon=True).start()
+        try:
+            self._listener.listen(address[0], port=address[1])
+        except OSError as error:
+            raise _taken_error(address, error) from error
 
-    def _accept(self) -> None:
-        # Closing the listener ends the loop.
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.settimeout(10)
-                with self._lock:
-                    self._connections.append(connection)
-                    with suppress(OSError):
-                        connection.sendall(self._sent)
+    def _add(self, connection: socket.socket) -> None:
+        connection.settimeout(10)
+        with self._lock:
+            self._connections.append(connection)
+            with suppress(OSError):
+                connection.sendall(self._sent)
 
     def send(self, message: str) -> None:
         """Sends a line to all machines, also to those that connect later."""
@@ -273,6 +284,17 @@ class _Followers:
                 connection.close()
 
 
+def _taken_error(address: tuple[str, int], error: OSError) -> RayAppError:
+    """Returns the error for a port of the first machine at which this command cannot listen."""
+    pids = [c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == address[1] and c.pid]
+    owner = f"process {pids[0]}" if pids else "a process of another user"
+    reason = f"{owner} has it" if error.errno == errno.EADDRINUSE else str(error)
+    return RayAppError(
+        f"This is the first machine, and cannot listen at port {address[1]} of {address[0]}: {reason}. End that"
+        " process, or give the job another port on all machines: MASTER_PORT, or that of the first one in TF_CONFIG."
+    )
+
+
 @contextmanager
 def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     """Runs Ray's processes of this machine inside the block.
@@ -283,6 +305,8 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     Yields:
         A function that raises `RayAppError` if these processes have ended.
     """
+    from ray_app.cluster.ray_private import private_files
+
     # A scheduler may give a job some of the CPUs of a node, and Ray counts all.
     bound = len(os.sched_getaffinity(0))
     count = os.environ.get("SLURM_CPUS_ON_NODE") or (bound if bound < (os.cpu_count() or 1) else None)
@@ -297,15 +321,21 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
         *options,
         *cpus,
     ]
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile() as output:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
-        environment = os.environ | without_errors(os.environ)
+        environment = os.environ | private_files() | without_errors(os.environ)
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        logged_lines: set[str] = set()
 
         def check() -> None:
+            # `seek` would move the place where Ray's processes write.
+            text = os.pread(output.fileno(), _MAX_OUTPUT_BYTES, 0).decode(errors="replace")
+            for line in text.splitlines():
+                if re.search(r"(?i)\bwarning\b", line) and line not in logged_lines:
+                    logger.warning("ray start: %s", line)
+                    logged_lines.add(line)
             if process.poll() is not None:
-                output.seek(0)
-                raise RayAppError(f"ray start {' '.join(options)} ended: {output.read()[-2000:].strip()}")
+                raise RayAppError(f"ray start {' '.join(options)} ended: {text[-2000:].strip()}")
 
         try:
             yield check
@@ -317,7 +347,7 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _lead(machines: Machines, arguments: list[str], prog: str) -> int:
+def _lead(machines: Machines, token: str, arguments: list[str], prog: str) -> int:
     """Starts Ray's head node, waits for all machines, and trains; returns the exit code of the run."""
     import ray
 
@@ -327,7 +357,7 @@ def _lead(machines: Machines, arguments: list[str], prog: str) -> int:
         address = ray.util.get_node_ip_address()
     ray_address = f"{address}:{machines.port}"
     head = ["--head", f"--node-ip-address={address}", f"--port={machines.port}", "--include-dashboard=false"]
-    with closing(_Followers((address, machines.port + 1))) as followers, _ray_node(head) as check:
+    with closing(_Followers((address, machines.port + 1), token)) as followers, _ray_node(head) as check:
         code = train.EXIT_CODES["failed"]
         try:
             try:
@@ -351,13 +381,20 @@ def _lead(machines: Machines, arguments: list[str], prog: str) -> int:
     return code
 
 
-def _follow(machines: Machines) -> int:
+def _follow(machines: Machines, token: str) -> int:
     """Joins the cluster of the first machine; returns the exit code of the run."""
     deadline_s = time.monotonic() + _FORM_S
     while True:
         try:
-            connection = socket.create_connection((machines.first, machines.port + 1), 10)
+            connection = connect((machines.first, machines.port + 1), token, 10)
             break
+        except UnprovenServerError as error:
+            raise ConfigError(
+                f"The program at port {machines.port + 1} of the first machine, {machines.first}, does not have the"
+                " token of this machine, so this machine does not join. Give all machines the same token, by a shared"
+                " ~/.ray/auth_token or RAY_AUTH_TOKEN_PATH, and the same RAY_AUTH_MODE. If they have it, another"
+                " program has this port: give the job another port on all machines."
+            ) from error
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise RayAppError(
@@ -365,7 +402,6 @@ def _follow(machines: Machines) -> int:
                 ) from error
             time.sleep(_POLL_S)
     connection.settimeout(_FORM_S)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     # Without a buffer, so that `select` shows each line.
     with connection, connection.makefile("rb", buffering=0) as lines:
         if lines.readline() != b"ready\n":
@@ -437,11 +473,14 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app launch") -> in
     command_line = sys.argv[1:] if arguments is None else arguments
 
     def work() -> int:
+        from ray_app.cluster.ray_private import require_shared_token
+
         # Every machine refuses a wrong configuration by itself, before anything starts.
         parse_with_sections(command_line, {}, prog, description=_DESCRIPTION)
         machines = read_machines(os.environ)
         if machines.size == 1:
             return train.main(command_line, prog)
-        return _follow(machines) if machines.rank else _lead(machines, command_line, prog)
+        token = require_shared_token(machines.size)
+        return _follow(machines, token) if machines.rank else _lead(machines, token, command_line, prog)
 
     return exit_code(work, "The launch failed")

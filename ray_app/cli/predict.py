@@ -39,6 +39,7 @@ from ray_app.predict.predict import (
     refuse_other_prediction,
     write_coco_results,
 )
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary, to_location
@@ -253,7 +254,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app predict") -> i
         return exit_code(lambda: _predict_files(options, prog), "The prediction failed")
 
     def work() -> None:
-        console = Console(file=sys.stdout)
+        console = TextConsole(file=sys.stdout)
         config, sections = parse_with_sections(arguments, {"predict": PredictSection}, prog, description=_DESCRIPTION)
         section: PredictSection = sections["predict"]
         prepared = prepare_prediction(config, section)

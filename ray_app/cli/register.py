@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
 from ray_app.driver.parsing import parse_options
+from ray_app.runlog.output import TextConsole
 from ray_app.watch.terminal import describe_model
 
 
@@ -18,6 +17,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
     def work() -> None:
         registered = register_run(options)
         model = {"name": registered.name, "version": registered.version, "aliases": registered.aliases}
-        Console().print(describe_model(model), markup=False, highlight=False, soft_wrap=True)
+        TextConsole().print(describe_model(model), markup=False, highlight=False, soft_wrap=True)
 
     return exit_code(work, "The model was not registered")

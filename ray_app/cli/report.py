@@ -53,7 +53,6 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
             facts = read_facts(paths)
         out = Path(options.out).expanduser().resolve() if options.out else paths.report
         put_atomic(out, render(facts).encode())
-        print(f"{paths.name}: {facts.status}; {facts.story}")
-        print(out)
+        print(redact(f"{paths.name}: {facts.status}; {facts.story}\n{out}"))
 
     return exit_code(work, "The report could not be made")

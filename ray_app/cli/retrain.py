@@ -16,6 +16,7 @@ from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.retraining import EXIT_CODES, retrain
 from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.retrain.situation import roll_back
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact, register_secrets
 
 _DESCRIPTION = (
@@ -64,7 +65,7 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str] | None, console: 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> int:
     """Runs `ray-app retrain`; see `exit_code`. It also returns 75 if another scheduler is active."""
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
+    console = TextConsole(file=sys.stdout, width=None if sys.stdout.isatty() else 150)
     parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--rollback",

@@ -14,6 +14,7 @@ from ray_app.config.variables import tracking_of_job
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, DataError, is_refusal
 from ray_app.preflight.inputs import make_run_name
+from ray_app.runlog.output import TextConsole, without_colors
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import to_location
@@ -106,7 +107,7 @@ class Submission:
         return f"  follow: ray job logs --follow {at}\n  stop:   ray job stop {at}"
 
     def _print(self, piece: str) -> None:
-        sys.stdout.write(redact(piece))
+        sys.stdout.write(redact(without_colors(piece)))
         sys.stdout.flush()
 
     def _say(self, text: str) -> None:
@@ -143,7 +144,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> in
     It returns 1 if the cluster does not answer any more, and 130 after Ctrl-C, which does not stop the job.
     """
     try:
-        return _submit(arguments, prog, Console(file=sys.stdout))
+        return _submit(arguments, prog, TextConsole(file=sys.stdout))
     except (ConfigError, DataError) as error:
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2 if is_refusal(error) else 1

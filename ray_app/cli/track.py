@@ -7,6 +7,7 @@ import argparse
 from ray_app.cli.main import exit_code
 from ray_app.driver.parsing import add_current_folder_to_path
 from ray_app.driver.trained_run import send_to_mlflow
+from ray_app.errors import escape_controls
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int:
@@ -27,9 +28,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
 
     def work() -> None:
         sent = send_to_mlflow(options.replay, options.uri, options.experiment)
-        print(
-            f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
-            f" ({sent.status}) at {sent.uri}"
-        )
+        text = f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
+        print(escape_controls(f"{text} ({sent.status}) at {sent.uri}"))
 
     return exit_code(work, "The record was not sent")

@@ -6,12 +6,12 @@ import sys
 import traceback
 
 import psutil
-from rich.console import Console
 
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
 from ray_app.errors import RayAppError, is_refusal
 from ray_app.process import interrupt_at_signals
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 
 EXIT_CODES: dict[str, int] = {"finished": 0, "stopped_early": 0, "interrupted": 75, "failed": 1}
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
 
     It returns 75 if the run was interrupted and can be resumed, 1 if it failed.
     """
-    console, started = Console(), False
+    console, started = TextConsole(), False
     try:
         with interrupt_at_signals():
             config = parse(arguments, prog)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 
 from ray_app.cli.main import exit_code
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import to_location
 from ray_app.watch.live_views import PageServer, RunWatcher, can_redraw, format_line, is_over, render_screen
@@ -36,12 +37,18 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
 
 def _watch(options: argparse.Namespace) -> None:
     """Watches the runs and, with a port, serves the page."""
-    console = Console()
+    console = TextConsole()
     with ExitStack() as stack:
         looking = stack.enter_context(RunWatcher([RunPaths(to_location(run)) for run in options.runs]))
         if options.port is not None:
             server = stack.enter_context(PageServer(looking, options.host, options.port))
             console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)
+            if not server.is_private:
+                console.print(
+                    f"The page listens on {options.host} without encryption: who reads the network reads its token and"
+                    " the page. Safer is the default, with ssh -L PORT:127.0.0.1:PORT MACHINE from elsewhere.",
+                    style="yellow",
+                )
         _show(console, looking, for_ever=options.port is not None)
 
 

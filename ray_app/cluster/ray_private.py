@@ -11,6 +11,7 @@ These functions need no private name, but an undocumented attribute or argument:
   after a killed driver could wait for 180 s, see there.
 - `job_config`: by itself Ray passes only the script's folder and the current one to workers, with the private argument
   `_py_driver_sys_path` of `JobConfig`. Without it the folders are passed in `PYTHONPATH`.
+- `on_loopback`: Ray's constant for systems on which it supports one machine only.
 - `quiet_cluster_start`: names of loggers. Without it they would print warnings that a user cannot act on.
 """
 
@@ -24,6 +25,7 @@ import math
 import os
 import pkgutil
 import secrets
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +38,9 @@ import ray
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
-from ray_app.process import current_folder, set_variables
+from ray_app.process import current_folder, restore_setting, set_variables, temporary_folder
+from ray_app.runlog.redaction import register_secrets
+from ray_app.storage.files import put_atomic
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
@@ -49,7 +53,11 @@ NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
 TESTED_RAY = (2, 56), (2, 60)
 """The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
-_AUTH_MODE, _AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+_AUTH_MODE = "RAY_AUTH_MODE"
+_AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_TOKEN_FILE = ".ray/auth_token"
+"""Ray's file with the token, in the home folder."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
 _SINGLE_NODE_PREFIX = "node_"
@@ -88,10 +96,6 @@ READ_AUTH_MODE = PrivateName(
 TOKEN_LOADER = PrivateName(
     "ray._raylet:AuthenticationTokenLoader", "a process that has joined one cluster may not join one with another token"
 )
-CREATE_TOKEN = PrivateName(
-    "ray._private.authentication.authentication_token_setup:ensure_token_if_auth_enabled",
-    "a cluster that is started here needs a token, which `ray get-auth-token --generate` makes",
-)
 CHECK_SELECTOR = PrivateName("ray._private.label_utils:validate_label_selector", "label selectors are not checked")
 MATCH_SELECTOR = PrivateName("ray._raylet:node_labels_match_selector", "label selectors cannot be used")
 POPEN = PrivateName(
@@ -106,6 +110,10 @@ LIST_FOLDER = PrivateName(
 )
 PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
 DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
+CAN_HAVE_NODES = PrivateName(
+    "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
+    "the ports of a cluster that is started here can be reached from other machines",
+)
 UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
 
 # Ray reads the variable when it is imported. Workers get the search path of the driver, without uv.
@@ -122,23 +130,122 @@ def is_tested() -> bool:
 def require_token() -> None:
     """Makes clusters that this process starts from now on require the token in `~/.ray/auth_token`.
 
-    The file is made if it does not exist. Ray lets all users of the machine read it; afterwards only its owner may. As
-    in Ray, `RAY_AUTH_MODE=disabled` in the environment turns this off.
+    The file is made if it does not exist, so that only its owner may read it; Ray by itself lets all users of the
+    machine read it. As in Ray, `RAY_AUTH_MODE=disabled` in the environment turns this off.
     """
-    if os.environ.setdefault(_AUTH_MODE, "token").lower() == "token":
-        if read_auth_mode := READ_AUTH_MODE.find():
-            read_auth_mode("")
-        try:
-            if create_token := CREATE_TOKEN.find():
-                create_token(create_token_if_missing=True)
-        except (OSError, RuntimeError):
-            # The home folder does not exist or cannot be written to, so only this cluster has the token.
-            os.environ[_AUTH_TOKEN] = secrets.token_hex(32)
-            if token_loader := TOKEN_LOADER.find():
-                token_loader.instance().reset_cache()
-        # The token may be in another place, or the file may belong to another user.
-        with suppress(OSError, RuntimeError):
-            (Path.home() / ".ray" / "auth_token").chmod(0o600)
+    if not _turn_tokens_on() or read_token() is not None:
+        return
+    token = secrets.token_hex(32)
+    try:
+        file = Path.home() / _TOKEN_FILE
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        # Another command may make the file at the same time; then its token counts.
+        put_atomic(file, token.encode(), if_absent=True, mode=0o600)
+    except (OSError, RuntimeError):
+        # The home folder does not exist or cannot be written to, so only this cluster has the token.
+        os.environ[_AUTH_TOKEN] = token
+    if token_loader := TOKEN_LOADER.find():
+        token_loader.instance().reset_cache()
+    read_token()
+
+
+def require_shared_token(machines: int) -> str:
+    """Returns the token that all machines of a new cluster must have; empty if the environment turns tokens off.
+
+    Raises:
+        ConfigError: This machine has no token.
+    """
+    if not _turn_tokens_on():
+        logger.warning(
+            "RAY_AUTH_MODE is %s: whoever reaches a port of this cluster can run code as this user. Unset it, and give"
+            " all machines one token.",
+            os.environ[_AUTH_MODE],
+        )
+        return ""
+    if (token := read_token()) is None:
+        raise ConfigError(
+            f"The cluster of {machines} machines needs a token that all of them have, since whoever reaches its ports"
+            " can run code, and this machine has none. Where the machines share the home folder, call once: ray"
+            f" get-auth-token --generate && chmod 600 ~/{_TOKEN_FILE}. In containers, mount a secret, and set"
+            f" {_TOKEN_PATH} to its file. RAY_AUTH_MODE=disabled goes on without a token, in a network that no one else"
+            " reaches."
+        )
+    return token
+
+
+def _turn_tokens_on() -> bool:
+    """Turns Ray's tokens on unless the environment sets another mode; returns whether they are on."""
+    is_on = os.environ.setdefault(_AUTH_MODE, "token").lower() == "token"
+    if read_auth_mode := READ_AUTH_MODE.find():
+        read_auth_mode("")
+    return is_on
+
+
+def read_token() -> str | None:
+    """Returns Ray's token, from where Ray reads it, and hides it in all texts; None if there is none.
+
+    A file in `~/.ray` that others may read is closed to them. For another file there is a warning, as for a key of ssh.
+
+    Raises:
+        ConfigError: The file that `RAY_AUTH_TOKEN_PATH` names cannot be read.
+    """
+    token, path = os.environ.get(_AUTH_TOKEN, ""), os.environ.get(_TOKEN_PATH)
+    try:
+        if not token:
+            file = Path(path) if path else Path.home() / _TOKEN_FILE
+            _close_to_others(file, warns=bool(path))
+            token = file.read_text().strip()
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:
+        if path:
+            raise ConfigError(f"{_TOKEN_PATH} is {path!r}, which cannot be read: {error}.") from error
+    register_secrets({"token": token})
+    return token or None
+
+
+def _close_to_others(file: Path, warns: bool) -> None:
+    """Makes a file readable by its owner alone, or only warns if it is not."""
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if not mode & 0o077:
+        return
+    if not warns:
+        with suppress(OSError):
+            file.chmod(0o600)
+            return
+    logger.warning(
+        "Other users may read Ray's token in %s (mode %o): chmod 600 it, or mount the secret with that mode.",
+        file,
+        mode,
+    )
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Has Ray listen on 127.0.0.1 only in a cluster that this process starts inside the block.
+
+    Ray does so by itself on macOS and Windows. Elsewhere its ports are open on all addresses of the machine, and it has
+    no other option for that: it replaces 127.0.0.1 as the address of a node. A value of the variable in the environment
+    stays.
+    """
+    if _ONE_MACHINE in os.environ or CAN_HAVE_NODES.find() is None:
+        yield
+        return
+    module, _, name = CAN_HAVE_NODES.path.partition(":")
+    values = vars(sys.modules[module])
+    # The processes of the cluster read the variable, and this process has read it.
+    with (
+        set_variables(**{_ONE_MACHINE: "0"}),
+        restore_setting(name, functools.partial(values.get, name), functools.partial(values.__setitem__, name)),
+    ):
+        values[name] = False
+        yield
+
+
+def private_files() -> dict[str, str]:
+    """Returns the variable that has the processes of a new cluster keep their files where no other user gets.
+
+    All users of a machine can write to the folders that Ray makes below `/tmp/ray`, and so replace code in them.
+    """
+    return {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(temporary_folder())}
 
 
 @contextmanager

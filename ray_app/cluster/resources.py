@@ -30,6 +30,8 @@ from ray_app.cluster.ray_private import (
     known_labels,
     max_resources,
     nodes_with_labels,
+    on_loopback,
+    private_files,
     quiet_cluster_start,
     require_token,
     restore_auth_mode,
@@ -155,8 +157,8 @@ def _start(config: Config) -> None:
     require_token()
     num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
-    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | without_errors(os.environ)
-    with set_variables(**variables), in_own_sessions(), defer_interrupts():
+    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | without_errors(os.environ)
+    with set_variables(**variables), on_loopback(), in_own_sessions(), defer_interrupts():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),

@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -49,6 +48,7 @@ from ray_app.data.reader import (
 from ray_app.errors import DataError
 from ray_app.plan.hashing import UInt64, hash_array, key
 from ray_app.plan.order import Int64
+from ray_app.process import check_owner, private_folder
 from ray_app.storage.data_files import file_versions
 from ray_app.storage.files import to_location
 
@@ -95,16 +95,12 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     Raises:
         OSError: The folder cannot be used or belongs to another user, or the code that decodes has no source file.
     """
-    default = f"{tempfile.gettempdir()}/ray_app-{os.getuid()}/cache"
-    root = Path(default if folder is None else folder).expanduser()
+    root = private_folder() / "cache" if folder is None else Path(folder).expanduser()
     cache = root / cache_key(source, settings)
     root.mkdir(parents=True, exist_ok=True)
-    if folder is None:
-        # Another user can predict the name of this folder and create it first.
-        _check_owner(root)
     with _locked(root / "lock"):
         cache.mkdir(exist_ok=True, mode=0o700)
-        _check_owner(cache)
+        check_owner(cache, "give data.cache_dir a folder of your own")
         index = os.open(cache / INDEX, os.O_RDWR | os.O_CREAT, 0o600)
         rows = os.open(cache / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
         num_rows = source.manifest.num_rows
@@ -161,16 +157,6 @@ def _is_open(folder: Path) -> bool:
     finally:
         os.close(file)
     return False
-
-
-def _check_owner(folder: Path) -> None:
-    """Refuses a folder of a user other than this one or root: that user could change the rows in it."""
-    if (owner := folder.stat().st_uid) not in (os.getuid(), 0):
-        raise PermissionError(
-            errno.EPERM,
-            f"It belongs to another user (uid {owner}); give data.cache_dir a folder of your own",
-            str(folder),
-        )
 
 
 @contextmanager

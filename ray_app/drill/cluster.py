@@ -22,7 +22,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ray_app.cluster.ray_private import quiet_cluster_start, require_token, search_path
+from ray_app.cluster.ray_private import on_loopback, private_files, quiet_cluster_start, require_token, search_path
 from ray_app.driver.background import Training, Worker
 from ray_app.errors import ConfigError
 from ray_app.process import set_variables
@@ -168,7 +168,10 @@ def open_drill_cluster(workers: int, evaluates: bool) -> Iterator[DrillCluster]:
     require_token()
     # The nodes and their workers inherit these variables.
     with (
-        set_variables(PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5"),
+        set_variables(
+            PYTHONPATH=os.pathsep.join(search_path()), RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.5", **private_files()
+        ),
+        on_loopback(),
         closing(DrillCluster(workers, evaluates)) as nodes,
     ):
         yield nodes

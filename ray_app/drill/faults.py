@@ -21,13 +21,13 @@ from typing import Any
 
 import ray
 import torch.distributed as dist
-from rich.console import Console
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.driver.run import Faults, run_training
 from ray_app.errors import RayAppError
 from ray_app.runlog.lease import LeaseHolder
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import list_tree, put_json, read_json, to_location
 from ray_app.train.job import Job
 
@@ -354,7 +354,7 @@ def make_driver_command(file: Path, config: Config, faults: Faults) -> list[str]
 def _run_driver(file: Path) -> None:
     config, faults, address = pickle.loads(file.read_bytes())
     ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    run_training(config, Console(), faults)
+    run_training(config, TextConsole(), faults)
 
 
 if __name__ == "__main__":

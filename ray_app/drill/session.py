@@ -42,6 +42,7 @@ from ray_app.drill.memory_faults import flip, memory
 from ray_app.drill.network import half_open, partition
 from ray_app.drill.node_scenarios import grow, head, node, node_rank0, shrink
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
+from ray_app.drill.stranger import stranger
 from ray_app.drill.tracking import mlflow
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Observe, run_training
@@ -49,6 +50,7 @@ from ray_app.errors import ConfigError, unwrap_app_error
 from ray_app.preflight.prepare import prepare
 from ray_app.process import STOP_SIGNALS
 from ray_app.retry import Retry
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, put_atomic, put_json, to_location
 from ray_app.train.job import Job
@@ -59,7 +61,7 @@ _SCENARIO_FUNCTIONS = (
     *(scenarios.rendezvous, scenarios.evaluator, scenarios.freeze, scenarios.slow, scenarios.slow_storage),
     *(scenarios.storage_away, scenarios.full_disk, flip, partition, half_open, memory, scenarios.clock_jump),
     *(node, node_rank0, grow, shrink, head, mlflow, scenarios.damage, scenarios.torn_write),
-    *(scenarios.driver, scenarios.evaluator_and_driver),
+    *(stranger, scenarios.driver, scenarios.evaluator_and_driver),
 )
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS
@@ -266,7 +268,7 @@ class Drill:
             interrupted.listen()
 
         observe = HookChain((listen, observe)) if observe is not None else listen
-        result = run_training(config, Console(file=self._log, width=160), faults, observe)
+        result = run_training(config, TextConsole(file=self._log, width=160), faults, observe)
         if interrupted.is_set or result.status == "interrupted":
             raise KeyboardInterrupt
         return result

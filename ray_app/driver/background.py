@@ -13,12 +13,12 @@ from io import StringIO
 from typing import Any
 
 import ray
-from rich.console import Console
 
 from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Run, open_run
 from ray_app.errors import RunEndedError
+from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import RendezvousStatus
@@ -158,7 +158,7 @@ class Training:
 
     def _show_until(self, is_reached: Callable[[], bool], shows_last: bool = False) -> None:
         max_workers = self._job.config.scaling.worker_limit
-        with RunConsole(self._job, max_workers, SafeConsole(Console()), lambda: []) as console:
+        with RunConsole(self._job, max_workers, SafeConsole(TextConsole()), lambda: []) as console:
             while True:
                 is_last = is_reached()
                 status = self._query_status()
@@ -226,7 +226,7 @@ def start_training(config: Config, *, pause_s: float = 0.0) -> Training:
     pause_file = to_location(config.run.storage_path) / f"slowed-{uuid.uuid4().hex}"
     faults = Faults(train=Hooks(after_step=_PauseAfterStep(str(pause_file), pause_s))) if pause_s else Faults()
     with ExitStack() as stack:
-        run = stack.enter_context(open_run(config, Console(file=output), faults, background=True))
+        run = stack.enter_context(open_run(config, TextConsole(file=output), faults, background=True))
         if pause_s:
             put_atomic(pause_file, b"")
             stack.callback(pause_file.unlink, missing_ok=True)
@@ -240,4 +240,4 @@ def _print_new(output: StringIO) -> None:
     output.seek(0)
     output.truncate()
     if text:
-        SafeConsole(Console()).print(text)
+        SafeConsole(TextConsole()).print(text)

@@ -49,6 +49,7 @@ from ray_app.runlog.endings import put_summary
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
@@ -129,7 +130,7 @@ def run_training(
         DataError: The data is refused, and nothing was started or written; or a row in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    with open_run(config, console or Console(), faults) as run:
+    with open_run(config, console or TextConsole(), faults) as run:
         return run.run(observe)
 
 
@@ -184,7 +185,7 @@ def open_run(
                     put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
                 if prepared.changed:
                     put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
-                quiet_console = SafeConsole(Console(quiet=True, force_jupyter=False))
+                quiet_console = SafeConsole(TextConsole(quiet=True, force_jupyter=False))
                 progress = quiet_console if background else safe_console
                 phases.end("claim")
                 consoles = safe_console, progress

@@ -28,7 +28,7 @@ from ray_app.runlog.evaluations import Evaluation, read_scores
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.runlog.stored_config import read_config, read_manifest
+from ray_app.runlog.stored_config import read_code_text, read_config, read_manifest
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import read_json, to_location
 from ray_app.task.base import Task
@@ -62,7 +62,10 @@ def load_trained_task(paths: RunPaths, config: Config, task: Task) -> Task:
         ConfigError: The settings that the run keeps name other code than its configuration.
         DataError: The data is needed, and it is not there or has changed since.
     """
-    settings = read_json(paths.task) if config.task == read_config(paths).task else None
+    settings = None
+    # The settings may name classes, as the configuration does.
+    if config.task == read_config(paths).task and paths.task.exists():
+        settings = json.loads(read_code_text(paths.task))
     if settings is not None:
         return task.restore(settings, f"The file {paths.task}")
     dataset = open_dataset(config.data.path)

@@ -15,7 +15,6 @@ from os import fspath
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
@@ -29,6 +28,7 @@ from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
 from ray_app.preflight.inputs import make_plan, make_task, read_classes
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import stored_config
 from ray_app.storage.files import to_location
@@ -179,7 +179,7 @@ def fit(
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
     _refuse_other_arrays(config)
     config, rates = add_schedule(config, plans)
-    console = Console(file=StringIO()) if verbose == 0 else Console()
+    console = TextConsole(file=StringIO()) if verbose == 0 else TextConsole()
     for text in [*(plan.text for plan in plans), *([_UNTRACKED] if untracked else [])]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     checkpoint = next((plan.checkpoint for plan in plans if plan.checkpoint), "newest")

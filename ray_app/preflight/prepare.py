@@ -33,7 +33,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.data_files import find_file
-from ray_app.storage.files import put_atomic, put_json, to_location, try_writing
+from ray_app.storage.files import put_atomic, put_json, to_json, to_location, try_writing
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import stored_schema
 from ray_app.task.texts import TOKENIZER_FILE
@@ -147,7 +147,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         if job.plan.classes is not None:
             put_json(job.paths.classes, {"rows": job.plan.classes.totals.tolist(), "digest": job.plan.classes.digest})
     if prepared.example is not None:
-        put_json(job.paths.task, storable_settings(job.task))
+        put_atomic(job.paths.task, to_json(storable_settings(job.task), indent=1).encode(), mode=0o644)
         put_rows(job.paths.example, prepared.example)
         if (tokenizer := find_file(to_location(job.config.data.path) / TOKENIZER_FILE)) is not None:
             put_atomic(job.paths.tokenizer, tokenizer.location.read_bytes())
@@ -169,7 +169,7 @@ def update_stored_config(job: Job) -> None:
     Fields that decide the result are the same, or the start was refused before. The stored classes are kept, because
     they also have the default arguments that `code.json` names.
     """
-    before = parse_config(job.paths, job.paths.config.read_text())
+    before = parse_config(job.paths)
     now = replace(
         job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule
     )
@@ -187,9 +187,9 @@ def update_stored_config(job: Job) -> None:
 
 
 def put_config(paths: RunPaths, config: Config) -> None:
-    """Writes the `config.yaml`, since the run is resumed from it; with a secret, only its owner can read it."""
+    """Writes the `config.yaml`, since the run is resumed from it; only its owner can write it, and read a secret."""
     secret = register_secrets(config.to_dict())
-    put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o666)
+    put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o644)
     if secret:
         logger.warning(
             "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs"

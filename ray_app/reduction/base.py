@@ -413,20 +413,6 @@ def _message_of(error: Exception) -> str:
     return message.partition(" This is typically")[0]
 
 
-def gather(value: T, world: World) -> list[T]:
-    """Returns the values of all ranks, in the order of the ranks; a collective.
-
-    Raises:
-        PeerLostError: A peer left meanwhile.
-    """
-    if world.size == 1:
-        return [value]
-    values: list[Any] = [None] * world.size
-    with collective():
-        dist.all_gather_object(values, value)
-    return values
-
-
 def partial_gradient_error(name: str) -> ConfigError:
     """Returns the error for a parameter that receives its gradient in several parts in one backward."""
     return ConfigError(
@@ -449,20 +435,6 @@ def check_device_errors() -> None:
     """
     if _group is not None:
         _group.check_device_errors()
-
-
-def check_errors_on_all_ranks(world: World) -> None:
-    """Waits until the collectives of the device have succeeded on all ranks; a collective if there is a device.
-
-    A result that is to outlive the generation must not be used before: it may be right on this rank and garbage on
-    another one.
-
-    Raises:
-        PeerLostError: A collective failed, on this rank or another one.
-    """
-    if world.has_device_collectives:
-        check_device_errors()
-        gather(None, world)
 
 
 class GradientReducer(ABC):

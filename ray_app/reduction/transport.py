@@ -65,11 +65,6 @@ def start_receive(value: Tensor, peer: int, tag: int = 0, group: Any = None) -> 
     return P2PWork(group.recv([value], peer, tag), value)
 
 
-def send(value: Tensor, peer: int) -> None:
-    """Sends a tensor and waits until it may be overwritten."""
-    start_send(value, peer).wait()
-
-
 def receive(value: Tensor, peer: int) -> None:
     """Receives a tensor into `value` and waits until it is complete."""
     start_receive(value, peer).wait()

@@ -67,6 +67,7 @@ from ray_app.retrain.situation import (
 )
 from ray_app.runlog.endings import put_summary
 from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
+from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.storage.files import read_json, remove_tree
@@ -303,7 +304,7 @@ def retrain(
         lease = None if section.dry_run else stack.enter_context(acquire_lease(RunPaths(paths.root)))
         if lease is not None:
             remove_old_fences(RunPaths(paths.root), lease.fence)
-        return _RetrainingStart(config, section, paths, console or Console(), at, lease, stack).run()
+        return _RetrainingStart(config, section, paths, console or TextConsole(), at, lease, stack).run()
 
 
 class _RetrainingStart:

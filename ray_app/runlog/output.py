@@ -1,13 +1,14 @@
-"""The output of user code in workers and evaluators, as files of the run: `output/<start>-<process>.out` and `.err`.
+"""The console of rich for texts, and the output of user code in workers and evaluators, as files of the run.
 
-The output also goes to its former destination. A thread copies the first megabyte to the storage, about once a second
-and at the end; no print waits for it, and an outage of the storage costs nothing but the copy. Output that C code
-writes to the file descriptors is not copied.
+The files are `output/<start>-<process>.out` and `.err`. The output also goes to its former destination. A thread copies
+the first megabyte to the storage, about once a second and at the end; no print waits for it, and an outage of the
+storage costs nothing but the copy. Output that C code writes to the file descriptors is not copied.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +16,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from ray_app.errors import escape_controls
 from ray_app.process import SafeStream
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact
+from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import Location, poll_interval_s, put_atomic
 
 _MAX_CHARS = 1 << 20
+_COLORS = re.compile(r"\x1b\[[\d;]*m")
 
 
 class Output:
@@ -109,7 +115,7 @@ class _OutputCopy:
         text = "".join(self._parts)
         if chars > _MAX_CHARS:
             text = text[:_MAX_CHARS].rpartition("\n")[0] + f"\n... what follows is in {self._destination} alone\n"
-        put_atomic(self._file, redact(text).encode(errors="replace"))
+        put_atomic(self._file, redact_value(text).encode(errors="replace"))
         self._copied = chars
 
 
@@ -160,6 +166,20 @@ class NewLines:
             # A line that has no end yet is left for the next call.
             complete = data[: data.rfind(b"\n") + 1]
             self._offsets[file.name] = self._offsets.get(file.name, 0) + len(complete)
-            lines += complete.decode(errors="replace").splitlines()
+            lines += without_colors(complete.decode(errors="replace")).splitlines()
         more = len(lines) - _MAX_LINES
         return [*lines[:_MAX_LINES], f"... {more:,} more lines in {self._folder}"] if more > 0 else lines
+
+
+class TextConsole(Console):
+    """A console that writes control characters of texts as escapes; only rich itself colors and moves the cursor."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """See `Console.render`, which all output passes, that of nested and live displays included."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+
+
+def without_colors(text: str) -> str:
+    """Returns the output of a program without its colors, and with a line for each state of a progress bar."""
+    return _COLORS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ray_app.errors import ConfigError
+from ray_app.process import temporary_folder
 from ray_app.storage.files import Location
 from ray_app.version import __version__
 
@@ -129,7 +129,7 @@ class RunPaths:
         """
         if isinstance(self.root, Path):
             return self.root / f"ray-{fence}"
-        return Path(tempfile.gettempdir()) / "ray_app" / self.unique_name / f"ray-{fence}"
+        return temporary_folder() / self.unique_name / f"ray-{fence}"
 
 
 SCHEMA_VERSION = 2

@@ -6,6 +6,10 @@ only the arguments that the user gave: a stored configuration with defaults is t
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,7 +19,7 @@ from ray_app.errors import ConfigError, DataError, StorageError
 from ray_app.plan.manifest import Manifest
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
-from ray_app.storage.files import list_folders, read_json
+from ray_app.storage.files import Location, list_folders, read_json
 from ray_app.version import __version__
 
 
@@ -30,7 +34,7 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     """
     advice = "the directory of a run, <run.storage_path>/<run.name>"
     try:
-        config = parse_config(paths, paths.config.read_text())
+        config = parse_config(paths)
         return config if with_defaults else drop_defaults(paths, config)
     except FileNotFoundError:
         near = ", ".join(sorted(list_folders(paths.root))[:10])
@@ -53,8 +57,58 @@ def read_manifest(paths: RunPaths) -> Manifest:
         raise DataError(f"{paths.manifest}: {error}") from error
 
 
-def parse_config(paths: RunPaths, text: str) -> Config:
-    """Returns the configuration in a `config.yaml`, with its secrets registered; a `ConfigError` names the fields."""
+TRUSTED_RUNS = "RAY_APP_TRUSTED_RUNS"
+"""Environment variable with folders, separated by colons: all users that can write to the runs in them are trusted."""
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def read_code_text(file: Location) -> str:
+    """Returns the text of a file of a run that names classes, which are imported and run afterwards.
+
+    Raises:
+        ConfigError: On a disk, the file belongs to a user other than this one and root, or others can write to it.
+        OSError: The file cannot be read.
+    """
+    if not isinstance(file, Path):
+        return file.read_text()
+    with file.open() as opened:
+        status, text = os.fstat(opened.fileno()), opened.read()
+    is_foreign, is_open = status.st_uid not in (os.geteuid(), 0), bool(status.st_mode & _OTHERS_WRITE)
+    trusted = [Path(folder).resolve() for folder in os.environ.get(TRUSTED_RUNS, "").split(":") if folder]
+    if not (is_foreign or is_open) or any(file.resolve().is_relative_to(folder) for folder in trusted):
+        return text
+    if (new_file := _new_file_status(file.parent)) is not None:
+        # Some file systems give all files one owner (NFS with squashing) or one mode (SMB, exFAT, gcsfuse).
+        is_foreign = is_foreign and status.st_uid != new_file.st_uid
+        is_open = is_open and not new_file.st_mode & _OTHERS_WRITE
+    if not (is_foreign or is_open):
+        return text
+    problem = f"belongs to another user (uid {status.st_uid})" if is_foreign else "can be written by other users"
+    advice = f"{TRUSTED_RUNS}={file.parent} in the environment, or a folder above it, where a group shares its runs"
+    if not is_foreign:
+        advice = f"chmod go-w {file}, or {advice}"
+    raise ConfigError(
+        f"{file} {problem} (mode {stat.S_IMODE(status.st_mode):o}), and the classes that it names would be imported and"
+        f" run with your rights. Look at what it names; if you trust it: {advice}."
+    )
+
+
+def _new_file_status(folder: Path) -> os.stat_result | None:
+    """Returns the status that a new file, private to this user, has in a folder; None if none can be made."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno())
+    except OSError:
+        return None
+
+
+def parse_config(paths: RunPaths) -> Config:
+    """Returns the configuration in `config.yaml`, with its secrets registered; see `read_code_text`.
+
+    Raises:
+        ConfigError: It is not a configuration of this version, and the fields are named; or others can write to it.
+    """
+    text = read_code_text(paths.config)
     try:
         config = from_yaml(text)
         register_secrets(config.to_dict())
@@ -106,7 +160,7 @@ def stored_config(paths: RunPaths) -> Config | None:
         StorageError: The storage does not answer.
     """
     try:
-        return drop_defaults(paths, parse_config(paths, paths.config.read_text()))
+        return drop_defaults(paths, parse_config(paths))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -103,6 +103,12 @@ _OBJECT_STORES = {
 }
 
 
+@functools.cache
+def credential_variables() -> frozenset[str]:
+    """Returns the environment variables that the stores take credentials from."""
+    return frozenset(re.findall(r"[A-Z]+(?:_[A-Z]+)+", " ".join(kind.credentials for kind in _OBJECT_STORES.values())))
+
+
 @dataclass(frozen=True)
 class ObjectPath:
     """A location in a bucket, with those methods of `pathlib.Path` that a run directory needs.

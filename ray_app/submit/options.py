@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
 
 _STOP_WAIT = {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
 """Ray's variable with the seconds that `ray job stop` gives a run for a last checkpoint; Ray's own default is 3."""
+_INDEXES = {"--index-url", "-i", "--no-index"}
+"""Options of pip without which it asks the public index, where a stranger can register the name."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class SubmitSection:
             `RAY_ADDRESS`, or the cluster of this machine, as for `ray job submit`.
         working_dir: Folder that is uploaded and in which the job runs. Your own modules are imported from there.
         ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.
-            `installed`: the nodes have the same version, for instance in their image. Anything else is installed on
-            them by pip: the path of a wheel that every node sees, or `ray_app==0.2.0` from an index that has it.
+            `installed`: the nodes have the same version, for instance in their image. Anything else are arguments of
+            `pip install` on them: the path of a wheel that every node sees, or
+            `ray_app==0.2.0 --index-url https://INDEX` with an index of yours.
         env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
             All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
@@ -59,13 +63,33 @@ class SubmitSection:
                 f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
                 " configuration and modules."
             )
+        package, *options = self._pip_arguments()
+        named = package not in ("send", "installed") and "/" not in package
+        if named and not _INDEXES & {option.partition("=")[0] for option in options}:
+            problems.append(
+                f"submit.ray_app is {self.ray_app!r}, which pip would look for in the public index, where this name is"
+                " not ours; give the path of a wheel, or an index of yours: 'ray_app==0.2.0 --index-url https://INDEX'."
+            )
+        folder = Path(self.working_dir).resolve()
+        if folder == Path(folder.anchor) or folder in (home := Path(os.path.expanduser("~")).resolve(), *home.parents):
+            problems.append(
+                f"submit.working_dir is {self.working_dir!r}, {folder}, which is or contains your home folder: its keys"
+                " and histories would be readable by all users of the cluster. Name the folder of the project, with"
+                " your configuration and modules."
+            )
         refuse(problems, "submission")
 
     def runtime_env(self) -> dict[str, Any]:
         """Returns the part of the jobs' runtime environment that gives the nodes the application."""
         if self.ray_app == "send":
             return {"py_modules": [str(Path(__file__).resolve().parents[1])]}
-        return {} if self.ray_app == "installed" else {"pip": [self.ray_app]}
+        package, *options = self._pip_arguments()
+        return {} if package == "installed" else {"pip": {"packages": [package], "pip_install_options": options}}
+
+    def _pip_arguments(self) -> list[str]:
+        """Returns the package, which may be a path with blanks, and the options after a name."""
+        is_path = "/" in self.ray_app.partition(" ")[0]
+        return [self.ray_app] if is_path else shlex.split(self.ray_app) or [""]
 
     def environment(self, values: dict[str, str]) -> dict[str, str]:
         """Returns the environment variables of the job, `RAY_JOB_STOP_WAIT_TIME_S` among them.

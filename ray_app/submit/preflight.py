@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from ray_app.cluster.ray_private import files_to_upload
 from ray_app.config.config import Config
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, join_names
 from ray_app.runlog.redaction import is_secret_name
 from ray_app.submit.options import SubmitSection, check_no_secrets, split
 from ray_app.submit.server import JobServer
@@ -52,6 +53,7 @@ def preflight(config: Config, section: SubmitSection) -> Preflight:
         run_check("configuration", check_config),
         run_check("package", partial(check_size, package)),
         *_check_environment(section, runtime_env),
+        *check_secret_files(package),
         *check_uploaded_data(package, config),
         *check_absolute_storage(config),
         run_check("cluster", connect),
@@ -92,13 +94,35 @@ _TABLE_ROWS = 5
 _BIG_DATA_MB = 100
 _MAX_PACKAGE_MB = 512
 """Largest upload that Ray takes, in mebibytes."""
+
+
+def _any_case(suffix: str) -> str:
+    """Returns a pattern for a suffix in upper or lower case."""
+    return "".join(f"[{letter}{letter.upper()}]" if letter.isalpha() else letter for letter in suffix)
+
+
+_PLAIN_KINDS = ("cfg", "conf", "csv", "ini", "json", "properties", "toml", "txt", "xml", "yaml", "yml")
 _NEVER = [
     *(".git", "venv", ".venv", "mlruns", "mlartifacts", "mlflow.db*", "__pycache__", ".*_cache", ".hypothesis"),
-    *(".ipynb_checkpoints", "*.egg-info", "node_modules", ".tox", ".nox", ".env", ".env.*", "*.pem", ".netrc"),
+    *(".ipynb_checkpoints", "*.egg-info", "node_modules", ".tox", ".nox"),
     *("*.parquet", "*.arrow", "*.npz", "*.npy", "*.h5", "*.hdf5", "*.tfrecord"),
     *("*.pt", "*.pth", "*.ckpt", "*.safetensors"),
 ]
-"""Patterns that are never uploaded: repositories, environments, records, caches, secrets, data and models."""
+"""Patterns that are never uploaded: repositories, environments, records, caches, data and models."""
+_KEY_SUFFIXES = ("gpg", "jks", "kdbx", "key", "keystore", "p12", "p8", "pem", "pfx", "pkcs12", "ppk")
+_SECRET_FILES = [
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", *(f"*.{_any_case(suffix)}" for suffix in _KEY_SUFFIXES)),
+    *(".ssh", ".gnupg", ".pki", ".password-store", ".aws", ".azure", ".oci", ".aliyun", ".config", ".docker"),
+    *(".dockercfg", ".ray", "auth_token", ".kube", "kubeconfig*", "*.kubeconfig", ".huggingface", ".kaggle"),
+    *("**/huggingface/token", "**/huggingface/stored_tokens", "kaggle.json", ".mlflow", ".netrc", "_netrc", ".pypirc"),
+    *(".git-credentials", ".npmrc", ".yarnrc*", ".condarc", "pip.conf", ".pip", ".gem", ".cargo", ".m2", ".snowsql"),
+    *(".terraformrc", ".terraform.d", ".databrickscfg", ".databricks", ".snowflake", ".dbt", ".boto", ".s3cfg"),
+    *(".passwd-s3fs", "rclone.conf", ".pgpass", ".my.cnf", ".mylogin.cnf", ".htpasswd", ".vault-token", ".modal.toml"),
+    *(".vault_pass*", ".comet.config", ".env", ".env.*", "*.env", ".envrc", ".direnv", "*.tfvars", "*.tfvars.json"),
+    *("*.tfstate", "*.tfstate.*", ".*_history", "service[-_]account*.json", "client_secret*.json", ".credentials"),
+    *(f"*{name}.{kind}" for name in ("credentials", "secret", "secrets") for kind in _PLAIN_KINDS),
+]
+"""Patterns of files with keys, passwords and tokens; they are not uploaded from the folder of the data either."""
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 
 
@@ -164,7 +188,7 @@ def _excludes(folder: Path, config: Config) -> list[str]:
     patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
     read_in_place = [path for path in data if os.path.isabs(path)]
     patterns += [inside for path in (*read_in_place, config.run.storage_path) if (inside := _inside(folder, path))]
-    return patterns
+    return patterns + _SECRET_FILES
 
 
 def _inside(folder: Path, path: str) -> str | None:
@@ -190,6 +214,31 @@ def check_size(package: JobFiles) -> str | Finding:
             f" Ray takes. Leave out what the job does not need: name it in .rayignore. The biggest:\n{package.table()}"
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
+
+
+_MAX_KEY_BYTES = 16 << 10
+_SOURCES = {".py", ".pyi", ".ipynb", ".md", ".rst", ".c", ".cpp", ".cu", ".h"}
+
+
+def check_secret_files(package: JobFiles) -> list[Finding]:
+    """Returns a warning that names the files of the upload that still look like secrets."""
+    names = [name for name, size in package.files.items() if _looks_secret(package.folder / name, package.folder, size)]
+    text = (
+        f"uploaded, though named as a secret or with a private key in it: {join_names(sorted(names))}. All"
+        " users of the cluster can read these files. Name in .rayignore what the job does not need."
+    )
+    return [Finding("warning", "secrets", text)] if names else []
+
+
+def _looks_secret(file: Path, folder: Path, size: int) -> bool:
+    """Returns whether a file, which is no source text, is named as a secret, or holds a private key."""
+    if file.suffix in _SOURCES:
+        return False
+    if any(is_secret_name(name) for name in (*file.relative_to(folder).parent.parts, file.stem)):
+        return True
+    with suppress(OSError):
+        return size <= _MAX_KEY_BYTES and b"PRIVATE KEY-----" in file.read_bytes()
+    return False
 
 
 def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:

@@ -18,7 +18,7 @@ from ray_app.config.config import Config
 from ray_app.config.variables import recorded_variables
 from ray_app.devices import DETERMINISTIC_VARIABLES, accelerator, kind_of, query
 from ray_app.errors import ConfigError
-from ray_app.process import set_variables
+from ray_app.process import set_variables, temporary_folder
 from ray_app.torch_private import is_compiler_imported, lift_recompile_limit
 
 # torch needs an integer here and has no value for "no limit".
@@ -37,6 +37,8 @@ def set_up_torch(config: Config, device: torch.device) -> None:
         # Above the limit torch would run a new input size uncompiled, with results that differ in their last bits.
         # Which size that is would depend on the logical workers that the process ran before.
         lift_recompile_limit(_NO_RECOMPILE_LIMIT)
+        # The compiler loads the libraries in it; another user can make torch's own folder, with a predictable name.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_folder() / "torchinductor"))
     kind = kind_of(device)
     kind.use(device)
     kind.set_up_kernels(device, config.train.reduction == "exact")

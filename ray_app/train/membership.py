@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 from statistics import median
 from typing import Any, Literal, Protocol
@@ -21,6 +21,9 @@ from ray_app.runlog.journal import StepRecord
 
 HEARTBEAT_S = 0.25
 """Seconds between two heartbeats of a worker; a large group has a longer period, see `HeartbeatReply.period_s`."""
+
+KEY_BYTES = 32
+"""Length of `GenerationInfo.key` in bytes."""
 
 Phase = Literal["starting", "waiting", "forming", "data", "compute", "reduction", "saving", "evaluate", "done"]
 """The phase that a worker is in.
@@ -121,6 +124,8 @@ class GenerationInfo:
         host: Address of rank 0.
         port: Port on which rank 0's store listens.
         hosts: Host of every rank; the ranks on one host are consecutive.
+        key: The key with which the members prove who they are (`reduction.messages`), 64 hexadecimal digits; empty for
+            a single worker, which has no peers.
     """
 
     number: int
@@ -129,6 +134,7 @@ class GenerationInfo:
     host: str
     port: int
     hosts: tuple[str, ...] = ()
+    key: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True)

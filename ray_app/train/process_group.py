@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -21,10 +22,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ray_app.devices import HOST, HOST_GROUP, kind_of
-from ray_app.errors import PeerLostError
+from ray_app.errors import ForgedMessageError, PeerLostError
+from ray_app.reduction import messages
 from ray_app.reduction.base import World, clear_group, collective, launch_lock, set_group, stage_groups
 from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count, set_timeout
-from ray_app.train.membership import GenerationInfo, SingleProcessMembership
+from ray_app.train.membership import KEY_BYTES, GenerationInfo, SingleProcessMembership
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ It is twice `_FORM_TIMEOUT`, after which gloo and the store have raised an error
 """
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Time-out of collectives; the step watchdog of the rendezvous ends a stalled generation long before."""
+_STORE_BACKLOG = 2048
+"""Maximum number of connections that wait for the store; all workers connect at once when a generation forms."""
 _LAUNCH_S = 2.0
 """Maximum time that an abort waits for a launch to end; a launch that waits for a lost peer ends only by the abort."""
 
@@ -84,6 +88,7 @@ class ProcessGroup:
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
         set_group(self)
         reset_group_count()
+        messages.open_session(generation.number, generation.rank, generation.key)
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
         # An abort before the connection to the store was open had nothing to shut down, so NCCL might wait for ever.
         if self.is_aborted and self.has_device_collectives:
@@ -116,7 +121,11 @@ class ProcessGroup:
         listening = [local for local, remote in ends.values() if local and not remote]
         store.set(str(generation.rank), json.dumps(listening))
         published = store.multi_get([str(rank) for rank in range(generation.size)])
-        addresses = {self._store_address, *((host, port) for entry in published for host, port in json.loads(entry))}
+        try:
+            listeners = {(host, port) for entry in published for host, port in json.loads(entry)}
+        except (ValueError, TypeError) as error:
+            raise ForgedMessageError(f"no worker has written what the store has on its ports: {error}") from error
+        addresses = {self._store_address, *listeners}
         return [(number, identity) for number, identity in new_sockets if addresses.intersection(ends[number])]
 
     def check_device_errors(self) -> None:
@@ -336,6 +345,14 @@ def _shut_down(number: int, identity: str) -> None:
                 tcp_socket.shutdown(socket.SHUT_RDWR)
 
 
+def open_store(host: str) -> TCPStore:
+    """Returns a store that listens at an address of this node only; by itself it would listen at all of them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, backlog=_STORE_BACKLOG)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def use_interface_of_host(host: str) -> None:
     """Makes collectives use the network interface that has an address, unless the user has chosen an interface.
 
@@ -349,6 +366,7 @@ def use_interface_of_host(host: str) -> None:
 
 
 _FILE_STORE_TIMEOUT = timedelta(seconds=60)
+_LOOPBACK = "127.0.0.1"
 
 
 class FileStoreMembership(SingleProcessMembership):
@@ -358,7 +376,8 @@ class FileStoreMembership(SingleProcessMembership):
 
     Args:
         world: Rank and size of this process, and the number of logical workers.
-        store: Path of the file through which the processes find each other; each process group needs a new file.
+        store: Path of the file through which the processes find each other; each process group needs a new file. Only
+            the user may read it, because it also has the key of the generation.
         backend: Backend of the process group.
         hosts: Names of hosts, one for each rank, to reduce as if the processes were on several hosts, see
             `World.hosts`; if empty, all ranks count as one host.
@@ -381,10 +400,15 @@ class FileStoreMembership(SingleProcessMembership):
             yield self._world, info
             return
         sockets_before = set(_list_sockets())
+        use_interface_of_host(_LOOPBACK)
         try:
             with collective():
                 reset_group_count()
+                self._store.touch(mode=0o600)
                 store = dist.FileStore(str(self._store), size)  # type: ignore[attr-defined]
+                if rank == 0:
+                    store.set("key", secrets.token_hex(KEY_BYTES))
+                messages.open_session(1, rank, store.get("key").decode())
                 dist.init_process_group(
                     self._backend, store=store, rank=rank, world_size=size, timeout=_FILE_STORE_TIMEOUT
                 )

@@ -29,7 +29,8 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
 from ray_app.plan.assignment import blocks_by_speed
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gather
+from ray_app.reduction.base import World
+from ray_app.reduction.messages import gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import describe
 from ray_app.train.job import Job

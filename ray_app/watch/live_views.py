@@ -7,12 +7,16 @@ current reports by HTTP, for browsers that have the token.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import ipaddress
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -41,7 +45,9 @@ _MAX_READ_SHARE = 0.05
 
 So runs that take long to read, such as one with a million steps, are read less often.
 """
-_COOKIE, _SCRIPT = "ray_app_watch", "/watch.js"
+_COOKIE, _SCRIPT = "ray_app_watch", "watch.js"
+_MAX_CONNECTIONS = 64
+"""Number of open connections, each with a thread; the oldest is closed for a further one."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +287,17 @@ def can_redraw(console: Console) -> bool:
 
 
 class PageServer:
-    """Serves the pages in threads, within its context, by default at any free port with a random token."""
+    """Serves the pages in threads, within its context, by default at any free port with a random token.
+
+    A browser sends its cookies to all servers of a host, whatever their port. So the pages are in a folder with a
+    secret name, and the cookie belongs to this folder: no other server on the machine gets it.
+    """
 
     def __init__(self, looking: RunWatcher, host: str = "127.0.0.1", port: int = 0, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(24)
-        self._pages = _Pages(looking)
-        handler = type("Handler", (_Handler,), {"pages": self._pages, "token": self.token})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
+        self.folder = f"/{hashlib.sha256(self.token.encode()).hexdigest()[:32]}/"
+        attributes = {"pages": _Pages(looking), "token": self.token, "folder": self.folder}
+        self._server = _Server((host, port), type("Handler", (_Handler,), attributes))
         self._thread = threading.Thread(target=self._server.serve_forever, name="page", daemon=True)
 
     @property
@@ -296,6 +305,11 @@ class PageServer:
         """The address, with the token."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/?token={self.token}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this machine reaches the server."""
+        return ipaddress.ip_address(str(self._server.server_address[0])).is_loopback
 
     def __enter__(self) -> PageServer:
         self._thread.start()
@@ -305,6 +319,33 @@ class PageServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """A server with a limited number of connections, so that silent or slow clients keep out no other client."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._connections, self._lock = list[socket.socket](), threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        with self._lock:
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                with suppress(OSError):
+                    self._connections.pop(0).shutdown(socket.SHUT_RDWR)
+            self._connections.append(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:  # type: ignore[override]
+        with self._lock, suppress(ValueError):
+            self._connections.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Logs an error of a connection, for example one that was closed, without a traceback on the terminal."""
+        logger.debug("A request of the page failed", exc_info=True)
 
 
 class _Pages:
@@ -334,25 +375,35 @@ def _render_page(sights: Sequence[RunState], number: int) -> bytes:
     return render(facts, Live(_SCRIPT, number, others, sights[number].error)).encode()
 
 
+_BROWSER_HEADERS = {
+    "Content-Security-Policy": "frame-ancestors 'none'",  # what else the page may do is in its own meta element
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests of `/`, `/<number of a run>` and the script, with the token or its cookie."""
+    """Answers GET requests of the number of a run and of the script in its folder, with the token or its cookie."""
 
     pages: _Pages
     token: str
+    folder: str
+    timeout = 10
     server_version, sys_version = "ray-app", ""
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
         token = parse_qs(address.query).get("token", [""])[0]
         if self._is_valid(token):
-            cookie = f"{_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._send(HTTPStatus.SEE_OTHER, b"", {"Location": address.path, "Set-Cookie": cookie})
+            cookie = f"{_COOKIE}={self.token}; HttpOnly; SameSite=Strict; Path={self.folder}"
+            self._send(HTTPStatus.SEE_OTHER, b"", {"Location": self.folder, "Set-Cookie": cookie})
         elif not self._is_valid(self._read_cookie()):
             self._send(HTTPStatus.FORBIDDEN, b"The address needs the token that ray-app watch has printed with it.\n")
-        elif address.path == _SCRIPT:
+        elif (name := address.path.removeprefix(self.folder)) == _SCRIPT:
             self._send(HTTPStatus.OK, files("ray_app.watch").joinpath("watch.js").read_bytes(), kind="text/javascript")
         else:
-            name = address.path.strip("/") or "0"
+            name = name or "0"
             page = self.pages.of(int(name)) if name.isascii() and name.isdigit() and len(name) < 9 else None
             if page is None:
                 self._send(HTTPStatus.NOT_FOUND, b"There is no such run.\n")
@@ -374,7 +425,7 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> None:
         self.send_response(status)
         common = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
-        for name, value in (common | (headers or {})).items():
+        for name, value in (common | _BROWSER_HEADERS | (headers or {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ray_app.errors import ConfigError
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import Event, EventsReader, RecordReader, StepRecord, put_event
 from ray_app.storage.files import poll_interval_s
@@ -152,11 +154,14 @@ class Webhook(Observer):
     Slack, Mattermost and Teams understand the format, `{"text": ...}`.
 
     Args:
-        url: Address of the webhook.
+        url: Address of the webhook. It lets everyone post, so it is hidden as a secret is; by default it is the
+            environment variable `RAY_APP_WEBHOOK_URL`, which keeps it out of the configuration.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url, self.run = url, ""
+    def __init__(self, url: str | None = None) -> None:
+        self.url, self.run = url or os.environ.get("RAY_APP_WEBHOOK_URL", ""), ""
+        if not self.url:
+            raise ConfigError("ray_app.Webhook has no address: give it its url, or set RAY_APP_WEBHOOK_URL.")
 
     def post(self, text: str) -> None:
         """Sends a line, after the name of the run; raises OSError if the address does not accept it."""

@@ -24,14 +24,14 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from ray_app.checkpoint.store import Commit
 from ray_app.cluster.controller.failure_budget import failure_events, failure_summary
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, escape_controls
 from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
 from ray_app.report.facts import Facts
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.history import count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
-from ray_app.runlog.output import NewLines
+from ray_app.runlog.output import NewLines, TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.constant_scores import describe_constant
@@ -143,7 +143,8 @@ class SafeConsole:
     def print(self, text: str) -> None:
         """Prints a text as it is, without markup."""
         with self.guarded():
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            # The console may be one of the caller's.
+            self.console.print(escape_controls(text), markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -178,7 +179,7 @@ class SafeConsole:
     def as_plain(self) -> SafeConsole:
         """Returns a console on the same file for plain lines, without the displays of a terminal or a notebook."""
         plain = SafeConsole(
-            Console(file=self.console.file, force_terminal=False, force_jupyter=False, quiet=self.console.quiet)
+            TextConsole(file=self.console.file, force_terminal=False, force_jupyter=False, quiet=self.console.quiet)
         )
         plain._report = self._report_once
         return plain
@@ -215,7 +216,7 @@ class RunConsole:
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total} steps  {task.fields[text]}"),
+            TextColumn("{task.completed}/{task.total} steps  {task.fields[text]}", markup=False),
             TimeElapsedColumn(),
             console=rich,
         )

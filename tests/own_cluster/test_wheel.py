@@ -220,7 +220,6 @@ def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     python = environment_in(folder / "environment") / "python"
     with pytest.MonkeyPatch.context() as image:
         image.delenv("PYTHONPATH", raising=False)
-        image.setenv("PIP_FIND_LINKS", str(wheel.parent))
         image.chdir(folder)
         looked = subprocess.run([str(python), "-c", "import ray_app"], capture_output=True, text=True, check=False)
         assert "No module named 'ray_app'" in looked.stderr
@@ -229,11 +228,14 @@ def bare_head(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.parametrize(
-    ("way", "part_of_path"), [("send", "py_modules_files"), (f"ray_app=={__version__}", "/pip/")], ids=["sent", "pip"]
+    ("way", "part_of_path"),
+    [("send", "py_modules_files"), (f"ray_app=={__version__} --no-index --find-links WHEELS", "/pip/")],
+    ids=["sent", "pip"],
 )
 def test_nodes_get_the_application_with_the_job(
-    user: User, bare_head: Head, trained: str, way: str, part_of_path: str
+    user: User, bare_head: Head, wheel: Path, trained: str, way: str, part_of_path: str
 ) -> None:
+    way = way.replace("WHEELS", str(wheel.parent))
     name = "sent" if way == "send" else "by-pip"
     options = [
         f"--run.storage_path={user.project.parent / 'runs'}",

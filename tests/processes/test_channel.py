@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from ray_app import channel
-from ray_app.channel import MAX_FRAME_BYTES, FrameReader, Listener, connect, pack_frame, receive_frame
+from ray_app.channel import (
+    MAX_FRAME_BYTES,
+    FrameReader,
+    Listener,
+    UnprovenServerError,
+    connect,
+    pack_frame,
+    receive_frame,
+)
 from tests.support.waiting import is_closed, wait_until
 
 WAIT_S = 20.0
@@ -69,16 +77,18 @@ def test_frames_are_reassembled_from_any_parts(echo: Echo) -> None:
             assert receive_frame(connection) == frame
 
 
-def test_a_frame_sent_with_the_secret_is_not_lost(echo: Echo) -> None:
+def test_a_frame_sent_with_the_proof_is_not_lost(echo: Echo) -> None:
     with socket.create_connection(echo.address, timeout=WAIT_S) as connection:
-        connection.sendall(echo.listener.secret.encode() + pack_frame(b"first"))
+        connection.sendall(b"n" * 32)
+        nonce = channel.receive_bytes(connection, 64)[:32]
+        connection.sendall(channel._proof(echo.listener.secret, "client", b"n" * 32, nonce) + pack_frame(b"first"))
         assert receive_frame(connection) == b"first"
 
 
 @pytest.mark.parametrize(
     "sent",
     [b"0" * 32, b"", b"short", b"GET / HTTP/1.1\r\nHost: parameters\r\n\r\n", b"\xff" * 64],
-    ids=["another secret", "nothing", "less than the secret", "a browser", "bytes"],
+    ids=["a number", "nothing", "less than a number", "a browser", "bytes"],
 )
 def test_a_client_without_the_secret_is_disconnected_and_not_served(echo: Echo, sent: bytes) -> None:
     with socket.create_connection(echo.address, timeout=WAIT_S) as connection:
@@ -86,9 +96,47 @@ def test_a_client_without_the_secret_is_disconnected_and_not_served(echo: Echo, 
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         with suppress(OSError):
+            # Whoever sends a number gets a number and a proof that it cannot use.
+            channel.receive_bytes(connection, 64)
             assert connection.recv(1) == b"", "the connection was answered"
     assert echo.accepted == []
     assert echo.answers()
+
+
+@pytest.mark.parametrize("secret", ["another", "", None], ids=["another secret", "no secret", "an echo"])
+def test_neither_end_accepts_one_that_does_not_know_the_secret(echo: Echo, secret: str | None) -> None:
+    """The third sends back what it gets, so it has the proof of the client."""
+    server = Listener(lambda connection: None, secret) if secret is not None else None
+    with socket.create_server(("127.0.0.1", 0)) as mirror, ExitStack() as stack:
+        if server is None:
+            threading.Thread(target=_send_back, args=(mirror,), daemon=True).start()
+        else:
+            stack.callback(server.close)
+        address = mirror.getsockname() if server is None else server.listen("127.0.0.1")
+        with pytest.raises(UnprovenServerError, match="does not know the secret"):
+            connect(address, echo.listener.secret, WAIT_S)
+    with pytest.raises(UnprovenServerError):
+        connect(echo.address, secret or "", WAIT_S)
+    assert echo.accepted == []
+
+
+def _send_back(mirror: socket.socket) -> None:
+    connection, _ = mirror.accept()
+    with connection, suppress(OSError):
+        while data := connection.recv(64):
+            connection.sendall(data + data)
+
+
+def test_a_large_frame_in_small_parts_is_read_in_linear_time() -> None:
+    """Counts the bytes that are copied, which a timed test could not."""
+    reader, frame = FrameReader(), pack_frame(b"a" * (1 << 20))
+    sizes = []
+    for start in range(0, len(frame), 1 << 10):
+        rest = reader._rest
+        frames = reader.feed(frame[start : start + (1 << 10)])
+        assert reader._rest is rest, "what was received before is copied"
+        sizes += [len(f) for f in frames]
+    assert sizes == [1 << 20]
 
 
 def test_a_frame_that_is_too_long_is_refused_before_memory_is_allocated(echo: Echo) -> None:
@@ -128,10 +176,10 @@ def test_a_slow_handshake_times_out_although_the_client_sends_bytes(
             assert time.monotonic() - began_s < WAIT_S
             slow.setblocking(True)
             with suppress(OSError):
-                slow.send(echo.listener.secret.encode()[sent : sent + 1])
+                slow.send(b"n")
                 sent += 1
             time.sleep(0.05)
-    assert sent < 32
+    assert sent < 64
     assert echo.accepted == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -145,6 +146,24 @@ def test_each_extra_of_the_table_is_required_and_missing_elsewhere() -> None:
         assert imported, f"{name} does not need CHECKED_BEFORE"
         for module in checking:
             assert [i for i in imported if problem_of(i, required_extras(ROOT / module))] == [], module
+
+
+def locked(name: str) -> dict[str, str]:
+    """Returns the versions in a lock, and checks that each has a hash."""
+    entries = re.split(r"\n(?=\w)", re.sub(r"^ +#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE))
+    assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
+    pins = [Requirement(entry.partition("\\")[0]) for entry in entries]
+    return {canonicalize_name(pin.name): str(pin.specifier) for pin in pins}
+
+
+def test_the_locks_have_what_the_requirements_name_with_hashes() -> None:
+    """`make lock` writes them."""
+    dev, application = locked("requirements-dev.lock"), locked("requirements.lock")
+    assert application.items() <= dev.items()
+    for name, lock in (("requirements-dev.txt", dev), ("requirements.txt", application)):
+        lines = [line for line in (ROOT / name).read_text().splitlines() if re.match(r"\w", line)]
+        named = {canonicalize_name(pin.name): str(pin.specifier) for pin in map(Requirement, lines)}
+        assert named.items() <= lock.items(), name
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_only_errors_that_a_restart_can_fix_are_retryable() -> None:
         "StorageError",
         "TaskError",
         "PeerLostError",
+        "ForgedMessageError",
         "WrongResultError",
         "PreemptedError",
         "BudgetSpentError",

@@ -5,10 +5,14 @@ from __future__ import annotations
 import faulthandler
 import itertools
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,9 +22,13 @@ from ray_app.process import (
     STOP_SIGNALS,
     defer_interrupts,
     interrupt_at_signals,
+    private_folder,
     set_variables,
     stop_at_signals,
+    temporary_folder,
 )
+from ray_app.runlog.paths import RunPaths
+from ray_app.storage.object_stores import ObjectPath
 
 NAME = "RAY_APP_TEST_VARIABLE"
 
@@ -150,3 +158,85 @@ def test_freed_memory_is_retained_once_and_not_per_thread() -> None:
 @pytest.mark.rest
 def test_malloc_variables_of_the_environment_take_precedence() -> None:
     assert retained_mb(MALLOC_TRIM_THRESHOLD_="131072") < 60
+
+
+def _as_user(user: int, work: Callable[[], object]) -> str:
+    """Returns what a process of another user gets from a function, or its error."""
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.setuid(user)
+            os.umask(0o022)
+            answer = str(work())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as file:
+        answer = file.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.fixture
+def shared_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Returns a temporary folder that all users may write to; those of pytest are closed to others."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    temporary_folder.cache_clear()
+    yield folder
+    temporary_folder.cache_clear()
+    shutil.rmtree(folder)
+
+
+VICTIM, STRANGER = 12345, 12346
+_ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
+
+
+@_ROOT_ONLY
+def test_runs_in_buckets_of_two_users_have_a_folder_each(shared_tmp: Path) -> None:
+    def make() -> Path:
+        folder = RunPaths(ObjectPath.parse("s3://bucket/run")).ray_storage(3)
+        folder.mkdir(parents=True)
+        return folder
+
+    for user in (VICTIM, STRANGER):
+        assert _as_user(user, make).startswith(f"{shared_tmp}/ray_app-{user}/run-")
+        assert stat.S_IMODE((shared_tmp / f"ray_app-{user}").stat().st_mode) == 0o700
+
+
+def _link(folder: Path) -> None:
+    (folder.parent / "theirs").mkdir(mode=0o777)
+    folder.symlink_to(folder.parent / "theirs")
+
+
+@_ROOT_ONLY
+@pytest.mark.parametrize("prepare", [lambda f: f.mkdir(0o777), lambda f: f.write_text("x"), _link])
+def test_a_folder_that_a_stranger_has_made_first_is_not_used(
+    shared_tmp: Path, prepare: Callable[[Path], object]
+) -> None:
+    _as_user(STRANGER, lambda: prepare(shared_tmp / f"ray_app-{VICTIM}"))
+    message = _as_user(VICTIM, private_folder)
+    assert message.startswith("PermissionError: [Errno 1] it belongs to another user (uid 12346); set TMPDIR to")
+
+    def use() -> str:
+        folder = RunPaths(ObjectPath.parse("s3://bucket/run")).ray_storage(3)
+        mode = stat.S_IMODE(folder.parents[1].stat().st_mode)
+        return f"{folder.is_relative_to(shared_tmp / f'ray_app-{VICTIM}')} {mode:o}"
+
+    assert _as_user(VICTIM, use) == "False 700", "the run is lost, or goes to a folder of the stranger"
+
+
+@pytest.mark.parametrize(("mode", "problem"), [(0o770, "others can"), (0o702, "others can"), (None, "is a link")])
+def test_a_private_folder_is_private(shared_tmp: Path, mode: int | None, problem: str) -> None:
+    folder = private_folder()
+    assert private_folder() == folder
+    if mode is None:
+        folder.rename(shared_tmp / "elsewhere")
+        folder.symlink_to(shared_tmp / "elsewhere")
+    else:
+        folder.chmod(mode)
+    with pytest.raises(PermissionError, match=f"{problem}.*set TMPDIR to a folder of your own"):
+        private_folder()

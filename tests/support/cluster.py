@@ -20,7 +20,7 @@ from tests.support.mlflow_server import make_database
 from tests.support.paths import ROOT
 from tests.support.s3_server import CREDENTIALS
 
-CANARY = {"CANARY_API_KEY": "canary-of-the-environment"}
+CANARY = {"CANARY_API_KEY": "canary-of-the/environment'+1"}
 """A secret in the environment of every worker."""
 
 

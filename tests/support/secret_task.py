@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import os
+from io import StringIO
+from urllib.parse import quote
 
 import torch
+from rich.console import Console
+from rich.panel import Panel
 from torch import Tensor
 
 from ray_app.errors import DataError
@@ -12,6 +17,14 @@ from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 
 _losses = 0
+
+
+def quoted(secret: str) -> str:
+    """Returns a text with the secret as errors contain it: plain, in Python, a URL and a header, and in a box."""
+    box = StringIO()
+    Console(file=box, width=20).print(Panel(f"login by {secret} failed"))
+    header = base64.b64encode(f"me:{secret}".encode()).decode()
+    return f"{secret}, {secret!r}, //h/{quote(secret, safe='')}, {{'auth': {header!r}}}, {header}\n{box.getvalue()}"
 
 
 class SecretTask(ImageClassification):
@@ -36,5 +49,7 @@ class SecretTask(ImageClassification):
         if torch.is_grad_enabled():
             _losses += 1
             if _losses == self.fail_at:
-                raise DataError(f"no login at {self.source} with {self.api_token!r} or {os.environ['CANARY_API_KEY']}")
+                text = f"no login at {self.source} with {self.api_token!r} or {quoted(os.environ['CANARY_API_KEY'])}"
+                print(text)
+                raise DataError(text)
         return super().loss(outputs, batch)

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import ray
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.channel import FrameReader, connect, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode
@@ -30,7 +29,7 @@ from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
-from ray_app.train.process_group import ProcessGroup, use_interface_of_host
+from ray_app.train.process_group import ProcessGroup, open_store, use_interface_of_host
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class RendezvousClient:
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         use_interface_of_host(host)
         # A process group forms at the store of its rank 0, which any worker may become.
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = open_store(host)
         self._identity = Heartbeat(
             str(context.get_actor_id()), context.get_node_id(), host, self._store.port, os.getpid()
         )

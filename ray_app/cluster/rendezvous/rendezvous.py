@@ -16,6 +16,7 @@ period grows with that number. Changes that cannot wait for the next heartbeat a
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -29,6 +30,7 @@ from ray_app.errors import SilentActorError
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
     HEARTBEAT_S,
+    KEY_BYTES,
     Flags,
     GenerationInfo,
     Heartbeat,
@@ -426,11 +428,11 @@ class Rendezvous:
         step = max(m.heartbeat.step for m in ready)
         self._is_broken = False
         self._watchdog.begin(step)
-        first, hosts = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready)
+        first, hosts, key = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready), secrets.token_hex(KEY_BYTES)
         for rank, member in enumerate(ready):
             member.heartbeat = replace(member.heartbeat, generation=number, rank=rank)
             member.waiting_since_s = None
-            member.formed = GenerationInfo(number, rank, len(ready), first.host, first.port, hosts)
+            member.formed = GenerationInfo(number, rank, len(ready), first.host, first.port, hosts, key)
         self._members.update(newest_generation=number)
         logger.info("Generation %d has formed with %d workers at step %d.", number, len(ready), max(0, step))
 

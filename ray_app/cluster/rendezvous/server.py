@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import ray
 
@@ -22,7 +22,7 @@ from ray_app.channel import FrameReader, Listener, pack_frame
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
-from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,9 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (int, float),
     "Flags": (int,),
+    "Phase": (str,),
+    "StepRecord | None": (list, type(None)),
+    "GenerationInfo | None": (list, type(None)),
     "list[int]": (list,),
     "tuple[str, ...]": (list,),
 }
@@ -62,6 +65,8 @@ def _values(message: Any) -> list[Any]:
 def decode_heartbeat(data: bytes) -> Heartbeat:
     """Returns the heartbeat in a frame, see `encode`; raises ValueError for anything else."""
     heartbeat = _decode(Heartbeat, json.loads(data))
+    if heartbeat.phase not in get_args(Phase):
+        raise ValueError("a heartbeat has an unknown phase")
     return heartbeat if heartbeat.record is None else replace(heartbeat, record=_decode(StepRecord, heartbeat.record))
 
 
@@ -78,7 +83,7 @@ def _decode(kind: type[M], values: Any) -> M:
         raise ValueError(f"a {kind.__name__} is a list of {len(_FIELDS[kind])} values")
     for (name, of), value in zip(_FIELDS[kind].items(), values, strict=True):
         if of in _TYPES and type(value) not in _TYPES[of]:
-            raise ValueError(f"{name} of a {kind.__name__} is {value!r}; it must be {of}")
+            raise ValueError(f"{name} of a {kind.__name__} has another type than {of}: {value!r}")
     return kind(*values)
 
 

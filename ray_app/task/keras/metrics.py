@@ -6,10 +6,10 @@ torchmetrics metric here, so that an evaluation combines, shares and resamples t
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -56,7 +56,7 @@ class KerasMetric(Metric):
     def update(self, states: Sequence[Tensor]) -> None:
         """Adds the variables that Keras' metric has after some rows, each of its shape."""
         if self._is_merged:
-            data = pickle.dumps([state.numpy() for state in states])
+            data = safetensors.torch.save({str(i): state.contiguous() for i, state in enumerate(states)})
             self.parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return
         for i, state in enumerate(states):
@@ -80,7 +80,8 @@ class KerasMetric(Metric):
         metric.reset_state()
         for part in self.parts:
             other = type(metric).from_config(metric.get_config())
-            _assign(other, [torch.from_numpy(state) for state in pickle.loads(part.numpy().tobytes())])
+            states = safetensors.torch.load(part.numpy().tobytes())
+            _assign(other, [states[str(i)] for i in range(self._count)])
             metric.merge_state([other])
 
 

@@ -20,17 +20,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import CheckpointError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective, gather
+from ray_app.reduction.base import World
+from ray_app.reduction.messages import broadcast, gather
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event, read_events
 from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import list_files, put_json
@@ -448,10 +448,8 @@ def gather_records(local_records: Iterable[StepRecord], world: World) -> dict[in
     """
     records = {record.step: record for record in local_records}
     for rank, steps in steps_to_send(gather(step_spans(sorted(records)), world)).items():
-        sent: list[Any] = [[records[step] for step in steps] if rank == world.rank else None]
-        with collective():
-            dist.broadcast_object_list(sent, src=rank)
-        records = {record.step: record for record in sent[0]} | records
+        sent = broadcast([records[step] for step in steps] if rank == world.rank else [], rank, world)
+        records = {record.step: record for record in sent} | records
     return dict(sorted(records.items()))
 
 

@@ -31,7 +31,8 @@ from ray_app.config.sections import ClassSpec, TrainSection
 from ray_app.devices import KINDS
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
-from ray_app.reduction.base import World, gather
+from ray_app.reduction.base import World
+from ray_app.reduction.messages import gather
 from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import remove_compiler_hooks

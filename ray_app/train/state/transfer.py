@@ -19,9 +19,9 @@ the code for the CPU, and check the order of the calls of the code for the GPU.
 
 from __future__ import annotations
 
+import copy
 import logging
 import mmap
-import pickle
 import threading
 import weakref
 from collections import Counter, deque
@@ -37,6 +37,7 @@ from torch import Tensor
 from ray_app.checkpoint.format import Snapshot
 from ray_app.devices import HOST, accelerator, kind_of
 from ray_app.reduction.base import collective
+from ray_app.reduction.messages import receive_value, start_send_value
 from ray_app.reduction.transport import P2PWork, receive, start_send
 
 logger = logging.getLogger(__name__)
@@ -107,9 +108,9 @@ def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Seq
         if parent is None:
             assert snapshot is not None
             values = [getattr(snapshot, part.name) for part in fields(Snapshot)]
-            node.pass_head(pickle.dumps(extract_tensors(values, tensors)))
+            node.pass_head(extract_tensors(values, tensors))
         else:
-            snapshot = Snapshot(*insert_tensors(pickle.loads(node.pass_head(b"")), tensors))
+            snapshot = Snapshot(*insert_tensors(node.pass_head(None), tensors))
         for tensor in tensors:
             node.pass_tensor(tensor)
         node.wait()
@@ -128,17 +129,17 @@ class _TreeNode:
         self._parent, self._children = parent, children
         self._sent: deque[P2PWork] = deque()
 
-    def pass_head(self, head: bytes) -> bytes:
-        """Receives the pickled part of the state, unless this is the root, sends it to the children and returns it.
+    def pass_head(self, head: Any) -> Any:
+        """Receives the state without its large tensors, unless this is the root; sends it to the children, returns it.
 
         Args:
-            head: The pickled part at the root; empty on other ranks.
+            head: It at the root; not read on other ranks.
         """
-        size = torch.tensor([len(head)])
-        self._pass_piece(size)
-        data = torch.frombuffer(bytearray(head or bytes(int(size))), dtype=torch.uint8)
-        self.pass_tensor(data)
-        return data.numpy().tobytes()
+        if self._parent is not None:
+            head = receive_value(self._parent)
+        for child in self._children:
+            self._sent += start_send_value(head, child)
+        return head
 
     def pass_tensor(self, tensor: Tensor) -> None:
         """Receives into a tensor, unless this is the root, and sends its bytes to the children."""
@@ -175,7 +176,7 @@ def extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
         return {k: extract_tensors(v, tensors) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(extract_tensors(v, tensors) for v in value)
-    return value
+    return copy.deepcopy(value)
 
 
 def insert_tensors(value: Any, tensors: list[Tensor]) -> Any:

@@ -21,7 +21,8 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, checksum, gather, launch_guard
+from ray_app.reduction.base import GradientReducer, World, checksum, launch_guard
+from ray_app.reduction.messages import gather
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import REDUCED, DeviceSums, Losses, check_losses, sum_on_device

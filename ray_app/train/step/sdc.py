@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,16 +25,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective, gather
+from ray_app.reduction.base import World, collective
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.reduction.transport import P2PWork, receive, start_send, sum_over_ranks
+from ray_app.reduction.messages import gather, receive_value, start_send_value
+from ray_app.reduction.transport import P2PWork, sum_over_ranks
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import describe
 from ray_app.train.job import Job
@@ -262,11 +261,11 @@ class SdcChecker(StepHook):
         with collective():
             for share in shares:
                 if rank == share.owner != share.by:
-                    sends += [start_send(part, share.by) for part in _pack(self._batches[share.logical_worker])]
+                    sends += start_send_value(_copy_batch(self._batches[share.logical_worker]), share.by)
             for share in shares:
                 if rank == share.by:
                     is_local = share.owner == rank
-                    batches.append(self._batches[share.logical_worker] if is_local else _receive_batch(share.owner))
+                    batches.append(self._batches[share.logical_worker] if is_local else receive_value(share.owner))
             for send in sends:
                 send.wait()
         return batches
@@ -361,23 +360,10 @@ def _to_int64(value: int) -> int:
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _pack(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns the length of a pickled micro-batch, shape (1,), and its bytes."""
-    # The tensors are cloned, because pickle writes the whole storage of a tensor that is a view of a part of it.
+def _copy_batch(batch: MicroBatch) -> MicroBatch:
+    """Returns a copy on the CPU: pickle would write the whole storage of a tensor that is a view of a part of it."""
     fields = {name: values.cpu().clone() for name, values in batch.fields.items()}
-    copied_batch = batch._replace(fields=fields, keys=batch.keys.clone())
-    data = torch.frombuffer(bytearray(pickle.dumps(copied_batch)), dtype=torch.uint8)
-    return torch.tensor([len(data)]), data
-
-
-def _receive_batch(owner: int) -> MicroBatch:
-    """Returns the micro-batch that a rank sends with `_pack`."""
-    size = torch.zeros(1, dtype=torch.int64)
-    receive(size, owner)
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    receive(data, owner)
-    batch: MicroBatch = pickle.loads(data.numpy().tobytes())
-    return batch
+    return batch._replace(fields=fields, keys=batch.keys.clone())
 
 
 class SdcMonitor:

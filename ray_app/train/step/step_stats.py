@@ -18,7 +18,8 @@ import torch
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gather
+from ray_app.reduction.base import World
+from ray_app.reduction.messages import gather
 from ray_app.reduction.transport import sum_over_ranks
 from ray_app.task.losses import LossSums
 from ray_app.train.membership import Flags

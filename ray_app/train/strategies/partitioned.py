@@ -8,7 +8,6 @@ one rank loses no step.
 from __future__ import annotations
 
 import logging
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import World, check_errors_on_all_ranks, collective, gather
-from ray_app.reduction.transport import P2PWork, receive, send, start_send
+from ray_app.reduction.base import World, collective
+from ray_app.reduction.messages import check_errors_on_all_ranks, gather, receive_value, start_send_value
+from ray_app.reduction.transport import P2PWork, receive, start_send
 from ray_app.train.state.state import NO_STATE, StateSync, TrainingState
 from ray_app.train.state.transfer import extract_tensors, insert_tensors, ranks_without_state, transfer_snapshot
 
@@ -164,12 +164,24 @@ class ShardReplica(NamedTuple):
     """A copy of one rank's part of a state, in host memory.
 
     Args:
-        head: Everything except the tensors, pickled.
-        data: The bytes of the tensors, one after the other.
+        head: Everything except the large tensors.
+        data: The bytes of these tensors, one after the other.
     """
 
-    head: Tensor
+    head: Any
     data: Tensor
+
+    def start_send(self, peer: int) -> list[P2PWork]:
+        """Starts to send the copy to a rank."""
+        return [*start_send_value((self.head, self.data.numel()), peer), start_send(self.data, peer)]
+
+    @classmethod
+    def receive(cls, peer: int, old: ShardReplica | None = None) -> ShardReplica:
+        """Receives the copy that a rank sends, in the memory of an older copy if that fits."""
+        head, size = receive_value(peer)
+        data = _reuse_memory(size, old)
+        receive(data, peer)
+        return cls(head, data)
 
 
 class PeerReplicas:
@@ -207,17 +219,10 @@ class PeerReplicas:
         try:
             with collective():
                 if world.rank < owners:
-                    replica = parts[world.rank] = _pack(part, old.get(world.rank))
-                    sizes = torch.tensor([replica.head.numel(), replica.data.numel()])
-                    sends = [start_send(value, after) for value in (sizes, *replica)]
+                    parts[world.rank] = _pack(part, old.get(world.rank))
+                    sends = parts[world.rank].start_send(after)
                 if before < owners:
-                    sizes = torch.empty(2, dtype=torch.int64)
-                    receive(sizes, before)
-                    head = torch.empty(int(sizes[0]), dtype=torch.uint8)
-                    data = _reuse_memory(int(sizes[1]), old.get(before))
-                    receive(head, before)
-                    receive(data, before)
-                    parts[before] = ShardReplica(head, data)
+                    parts[before] = ShardReplica.receive(before, old.get(before))
                 for work in sends:
                     work.wait()
         except PeerLostError as error:
@@ -237,18 +242,14 @@ class PeerReplicas:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        local_versions = [
-            (version_step, owners, {owner: [v.numel() for v in part] for owner, part in parts.items()})
-            for version_step, owners, parts in self._versions
-        ]
+        local_versions = [(version_step, owners, list(parts)) for version_step, owners, parts in self._versions]
         offers = gather((step, local_versions), world)
-        # For each step and number of owners, and for each owner: the first rank that keeps the owner's part, and the
-        # sizes of this copy.
-        ranks_with_part: dict[tuple[int, int], dict[int, tuple[int, list[int]]]] = {}
+        # For each step and number of owners, and for each owner: the first rank that keeps the owner's part.
+        ranks_with_part: dict[tuple[int, int], dict[int, int]] = {}
         for rank, (_, versions) in enumerate(offers):
-            for version_step, owners, parts in versions:
-                for owner, sizes in parts.items():
-                    ranks_with_part.setdefault((version_step, owners), {}).setdefault(owner, (rank, sizes))
+            for version_step, owners, kept_owners in versions:
+                for owner in kept_owners:
+                    ranks_with_part.setdefault((version_step, owners), {}).setdefault(owner, rank)
         max_step = max(rank_step for rank_step, _ in offers)
         # A state is complete if a rank keeps the part of each owner.
         complete = [key for key, by_owner in ranks_with_part.items() if len(by_owner) == key[1] and key[0] > max_step]
@@ -257,23 +258,17 @@ class PeerReplicas:
         newest_step, owners = max(complete)
         by_owner = ranks_with_part[newest_step, owners]
         # The rank that keeps the first part assembles the state.
-        target = by_owner[0][0]
+        target = by_owner[0]
         local_parts = next((parts for version_step, _, parts in self._versions if version_step == newest_step), {})
         assembled = []
         with collective():
             for owner in range(owners):
-                rank, sizes = by_owner[owner]
-                part = (
-                    local_parts[owner]
-                    if rank == world.rank
-                    else ShardReplica(*(torch.empty(size, dtype=torch.uint8) for size in sizes))
-                )
-                for value in part if rank != target else ():
-                    if world.rank == rank:
-                        send(value, target)
-                    elif world.rank == target:
-                        receive(value, rank)
-                assembled.append(part)
+                rank = by_owner[owner]
+                if world.rank == target:
+                    assembled.append(local_parts[owner] if rank == target else ShardReplica.receive(rank))
+                elif world.rank == rank:
+                    for work in local_parts[owner].start_send(target):
+                        work.wait()
         return (newest_step, _join([_unpack(part) for part in assembled])) if world.rank == target else None
 
 
@@ -285,18 +280,18 @@ def _reuse_memory(size: int, old: ShardReplica | None) -> Tensor:
 def _pack(state: Any, old: ShardReplica | None) -> ShardReplica:
     """Returns a copy of a rank's part of a state, in the memory of an older copy if that fits."""
     tensors: list[Tensor] = []
-    head = bytearray(pickle.dumps(extract_tensors(_mark_shards(state), tensors)))
+    head = extract_tensors(_mark_shards(state), tensors)
     data, start = _reuse_memory(sum(t.nbytes for t in tensors), old), 0
     for t in tensors:
         data[start : start + t.nbytes].copy_(t.detach().reshape(-1).view(torch.uint8))
         start += t.nbytes
-    return ShardReplica(torch.frombuffer(head, dtype=torch.uint8), data)
+    return ShardReplica(head, data)
 
 
 def _unpack(part: ShardReplica) -> Any:
     """Returns the part of a state that `_pack` has copied; its shards are marked, see `_mark_shards`."""
     tensors: list[Tensor] = []
-    state, start = insert_tensors(pickle.loads(part.head.numpy().tobytes()), tensors), 0
+    state, start = insert_tensors(part.head, tensors), 0
     for t in tensors:
         t.view(-1).view(torch.uint8).copy_(part.data[start : start + t.nbytes])
         start += t.nbytes

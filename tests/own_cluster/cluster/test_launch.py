@@ -35,7 +35,7 @@ def launch(hosts: Namespaces, config: Config, folder: Path, port: int) -> list[i
     processes = []
     for index in (0, 1):
         spec = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        variables = {"TF_CONFIG": json.dumps(spec), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+        variables = {"TF_CONFIG": json.dumps(spec), "RAY_AUTH_TOKEN": "f" * 64, "PYTHONPATH": str(ROOT)}
         processes.append(hosts.popen(index + 1, command, {**os.environ, **variables}))
     return [process.wait(400) for process in processes]
 

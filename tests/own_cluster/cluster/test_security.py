@@ -1,4 +1,6 @@
-"""The clusters that the application starts refuse clients without the token, on real Ray."""
+"""The clusters that the application starts refuse clients without the token, on real Ray, and on one machine they open
+no port to other machines.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,24 @@ from ray_app.drill.cluster import open_drill_cluster
 with open_drill_cluster(1, False) as nodes:
     try_all(ray.get_runtime_context().gcs_address)
 """,
+    "launch": """
+from ray_app.cli.launch import _is_connected, _ray_node, _wait
+from ray_app.cluster.ray_private import require_shared_token, require_token
+require_token()
+require_shared_token(2)
+address = ray.util.get_node_ip_address()
+with _ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--include-dashboard=false"]) as check:
+    _wait(lambda: _is_connected(f"{address}:26380"), check, "for the head node")
+    try_all(f"{address}:26380")
+""",
 }
 TRY = """
-import os, subprocess, sys
-import ray
+import os, subprocess, sys, tempfile
+from pathlib import Path
+import psutil, ray
+
+folder = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}"
+sessions = set(folder.glob("ray/session_2*"))
 
 CLIENT = (
     "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False); print('in',"
@@ -35,10 +51,21 @@ CLIENT = (
 
 def trying(address, **environment):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Ray replaces 127.0.0.1 by another address of the machine, at which such a cluster does not listen.
+    if address.startswith("127."):
+        clean["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     command = [sys.executable, "-c", CLIENT, address]
     return subprocess.Popen(command, env=clean | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+def listeners():
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    connections = [connection for process in processes for connection in process.net_connections("tcp")]
+    return {c.laddr.ip.removeprefix("::ffff:") for c in connections if c.status == psutil.CONN_LISTEN}
+
 def try_all(address):
+    files = set(folder.glob("ray/session_2*")) - sessions
+    print("session:", len(files), "below a folder with mode", oct(folder.stat().st_mode & 0o777))
+    print("local:", listeners() == {"127.0.0.1"})
     print("file:", oct(os.stat(os.path.expanduser("~/.ray/auth_token")).st_mode & 0o777))
     clients = {
         "right": trying(address, RAY_AUTH_MODE="token"),
@@ -60,8 +87,38 @@ def test_a_ray_client_without_the_token_is_refused(kind: str, tmp_path: Path) ->
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert [line for line in done.stdout.splitlines() if ": " in line] == [
+        "session: 1 below a folder with mode 0o700",
+        f"local: {kind != 'launch'}",
         "file: 0o600",
         "right: in True",
         "without: AuthenticationError",
         "wrong: AuthenticationError",
     ]
+
+
+_READ_ONLY = """
+mount --make-rprivate /
+mount --bind "$1/tmp" /tmp
+mount -o remount,bind,ro /
+for folder in $(cut -d ' ' -f 2 /proc/mounts | grep -v -E '^/(proc|sys|dev|tmp)'); do
+  mount -o remount,bind,ro "$folder"
+done
+touch "$2/file" 2>/dev/null && echo "the root can be written to"
+exec "$3" -m ray_app train --config conf/digits.yaml --run.storage_path /tmp/runs --tracking.uri sqlite:////tmp/m.db \
+  --scaling.max_workers 1 --train.epochs 1
+"""
+
+
+def test_a_run_needs_no_folder_but_tmp_and_its_storage(tmp_path: Path) -> None:
+    """The pods of deploy/kuberay have a read-only root: a run in a mount namespace with one ends as any other."""
+    (tmp_path / "tmp").mkdir()
+    command = ["unshare", "--mount", "bash", "-c", _READ_ONLY, "bash", str(tmp_path), str(ROOT), sys.executable]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "HOME": "/nowhere",
+        "RAY_AUTH_TOKEN": "e" * 64,
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "the root can be written to" not in done.stdout
+    assert "status                        finished" in done.stdout
+    assert [file.name for file in (tmp_path / "tmp" / "runs").glob("*/report.html")] == ["report.html"]

@@ -25,6 +25,8 @@ from tests.support.paths import ROOT, SUPPORT
 DEPLOY = ROOT / "deploy"
 MANIFESTS = [DEPLOY / "kuberay" / name for name in ("rayjob.yaml", "raycronjob.yaml")]
 SCHEMA = json.loads((SUPPORT / "kuberay" / "schema.json").read_text())
+HARDENED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+SCRATCH = {"name": "scratch", "mountPath": "/tmp"}
 IN_IMAGE, INSTALLED = "/app/", "/opt/ray_app"
 
 manifests = pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda file: file.stem)
@@ -36,16 +38,20 @@ def job_of(manifest: Path) -> dict[str, Any]:
     return spec.get("jobTemplate", spec)
 
 
-def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the specifications of the three kinds of pods."""
+def templates_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the templates of the three kinds of pods."""
     cluster = job["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
-    templates = {
+    return {
         "head": cluster["headGroupSpec"]["template"],
         "worker": workers["template"],
         "submitter": job["submitterPodTemplate"],
     }
-    return {name: template["spec"] for name, template in templates.items()}
+
+
+def pods_of(job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the specifications of the three kinds of pods."""
+    return {name: template["spec"] for name, template in templates_of(job).items()}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -158,13 +164,19 @@ def test_a_manifest_has_the_documented_security_and_timeouts(manifest: Path) -> 
     job = job_of(manifest)
     cluster, pods = job["rayClusterSpec"], pods_of(job)
     assert cluster["authOptions"]["mode"] == "token"
+    assert cluster["autoscalerOptions"]["securityContext"] == HARDENED
+    assert (
+        cluster["autoscalerOptions"]["volumeMounts"] == pods["submitter"]["containers"][0]["volumeMounts"] == [SCRATCH]
+    )
     for name, pod in pods.items():
         (container,) = pod["containers"]
         assert pod["securityContext"]["runAsNonRoot"] is True
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == HARDENED
+        # The head's account is what the autoscaler starts pods with.
+        assert pod.get("automountServiceAccountToken", True) is (name == "head")
         assert container["resources"]["limits"] == container["resources"]["requests"]
         if name != "submitter":
-            assert container["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}]
+            assert container["volumeMounts"] == [{"name": "shared", "mountPath": "/shared"}, SCRATCH]
             assert container["envFrom"] == [{"secretRef": {"name": "ray-app", "optional": True}}]
     named = {variable["name"] for pod in pods.values() for variable in pod["containers"][0].get("env", [])}
     assert not [name for name in named if re.search("token|secret|password|key", name, re.IGNORECASE)], (
@@ -182,6 +194,20 @@ def test_a_manifest_has_the_documented_security_and_timeouts(manifest: Path) -> 
         True,
         True,
     )
+
+
+@manifests
+def test_a_policy_closes_every_pod_to_all_but_the_operator_and_prometheus(manifest: Path) -> None:
+    """No test can show that the network plugin of a cluster enforces it."""
+    policy = yaml.safe_load((DEPLOY / "kuberay" / "network.yaml").read_text())["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    label = policy["podSelector"]["matchLabels"].items()
+    assert all(label <= template["metadata"]["labels"].items() for template in templates_of(job_of(manifest)).values())
+    inside, *outside = policy["ingress"]
+    assert inside == {"from": [{"podSelector": policy["podSelector"]}]}
+    ports = {rule["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/name"]: rule["ports"] for rule in outside}
+    assert ports == {"kuberay-operator": [{"port": 8265}], "prometheus": [{"port": 8080}]}
+    assert all(len(rule["from"]) == 1 for rule in outside)
 
 
 def test_both_manifests_request_the_same_cluster() -> None:

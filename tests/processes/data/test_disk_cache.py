@@ -317,7 +317,7 @@ def test_a_cache_of_another_user_is_not_used(
     belong to the user.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    root = tmp_path / "given" if is_configured else tmp_path / f"ray_app-{os.getuid()}" / "cache"
+    root = tmp_path / "given" if is_configured else tmp_path / f"ray_app-{os.getuid()}"
     root.mkdir(parents=True)
     os.chown(root, 12345, 12345)
     cache_dir = str(root) if is_configured else None

@@ -143,7 +143,7 @@ SITES: dict[Site, Case | Check | str] = {
         "record_on_current_stream(tree.push((leaf, leaf + 1), value))",
     ): "no model is tried in which one pass leaves out a unit that a later pass calls",
     Site("reduction.bucketed", "BucketedReducer.close", "self._side.join()"): ABORT,
-    Site("reduction.base", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
+    Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,
     Site("devices", "DeviceKind.synchronize", "self.module.synchronize(device)"): ABORT,

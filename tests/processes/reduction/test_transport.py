@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ray_app.errors import PeerLostError
 from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
-from ray_app.reduction.transport import receive, send
+from ray_app.reduction.transport import receive, start_send
 from ray_app.testing import WorkerPool
 from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo
@@ -241,7 +241,7 @@ def wait_for_a_late_rank(rank: int, store: Path, port: int) -> float:
         if rank == 1:
             began_s = time.monotonic()
             wait_until(lambda: time.monotonic() > began_s + 3)
-            send(value, 0)
+            start_send(value, 0).wait()
         else:
             receive(value, 1)
         return value.item()

@@ -39,7 +39,7 @@ def page_server(run: RunDirectory) -> Iterator[tuple[PageServer, str]]:
 def test_the_page_follows_its_run(browser: Browser, page_server: tuple[PageServer, str], run: RunDirectory) -> None:
     server, site = page_server
     browser.load(server.url)
-    assert browser.evaluate("location.href") == f"{site}/", "the token stays in the address"
+    assert browser.evaluate("location.href") == f"{site}{server.folder}", "the token stays in the address"
     assert browser.evaluate(
         '[...document.querySelectorAll("nav a")].map(a => a.textContent.trim().split(/\\s+/)[0])'
     ) == [

@@ -427,7 +427,7 @@ def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_c
 def find_insecure_calls(source: str) -> list[str]:
     """Returns what in a program turns authentication off, opens a dashboard or listens on all addresses."""
     # Each problem has one of these words.
-    if not re.search(r"RAY_AUTH_MODE|0\.0\.0\.0|\binit\b|\bCluster\b", source):
+    if not re.search(r"RAY_AUTH_MODE|0\.0\.0\.0|\binit\b|\bCluster\b|ray\.scripts", source):
         return []
     nodes = list(ast.walk(ast.parse(source)))
     calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -442,7 +442,8 @@ def find_insecure_calls(source: str) -> list[str]:
     problems += [
         ast.unparse(call) for call in heads if not re.search(r"include_dashboard'?[=:] ?False", ast.unparse(call))
     ]
-    return problems + (["a cluster without a token"] if clusters and "require_token" not in names else [])
+    starts = {"ray.scripts.scripts", "start"} <= texts and "require_shared_token" not in names
+    return problems + (["no token"] if starts or (clusters and "require_token" not in names) else [])
 
 
 def starts_cluster(call: ast.Call) -> bool:
@@ -463,6 +464,7 @@ def starts_cluster(call: ast.Call) -> bool:
         "require_token(); Cluster(initialize_head=True, head_node_args={'num_cpus': 1})",
         "require_token(); cluster = Cluster(); cluster.add_node(num_cpus=1); cluster.add_node(include_dashboard=False)",
         "from x import require_token; Cluster(initialize_head=True, head_node_args={'include_dashboard': False})",
+        "run(['python', '-m', 'ray.scripts.scripts', 'start', '--head'])",
     ],
 )
 def test_insecure_calls_are_detected(source: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import is_secret_name, redact, redact_value, redact_yaml, register_secrets
 from ray_app.storage.files import put_atomic
+from ray_app.storage.object_stores import credential_variables
 from ray_app.submit.options import check_no_secrets
 
 
@@ -59,6 +62,8 @@ def _no_registered_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
         "token_value",
         "start_session_token",
         "column_token",
+        *("SMTP_PASS", "db_pwd", "KEY_PASSPHRASE", "GITHUB_PAT", "SIGNING_KEY", "ENCRYPTION_KEY", "AccountKey"),
+        *("api-key", "x-api-key", "webhook_url", "SENTRY_DSN", "auth", "cookie", "connection_string", "sas", "bearer"),
     ],
 )
 def test_values_under_names_of_secrets_are_redacted(name: str) -> None:
@@ -81,6 +86,8 @@ def test_values_under_names_of_secrets_are_redacted(name: str) -> None:
             "password_field",
             "api_key_column",
         ],
+        *["keypoints", "monkey", "code_path", "key_padding_mask", "primary_key", "image_key", "author", "compass"],
+        *["authenticity", "patience", "bypass", "token_file", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "n_passes"],
     ],
 )
 def test_values_under_other_names_are_not_redacted(name: str) -> None:
@@ -106,13 +113,97 @@ def test_of_numbers_and_booleans_only_long_numbers_are_secrets() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("https://a.blob/x?sv=1&sig=a%2Bb&se=2", "https://a.blob/x?sv=1&sig=***&se=2"),
+        ("//h/#access_token=abc", "//h/#access_token=***"),
+        ("next=x%3Fsig%3Dabc%26b", "next=x%3Fsig%3D***%26b"),
+        ("AccountName=x;AccountKey=a/b==;X=1", "AccountName=x;AccountKey=***;X=1"),
+        ("User ID=sa;Pwd=p,w)d;", "User ID=sa;Pwd=***;"),
+        ("Authorization: Bearer abc.def-1", "Authorization: Bearer ***"),
+        ("{'Authorization': b'Basic dXNlcjpwdw=='}", "{'Authorization': b'***'}"),
+        ("Cookie: a=b; c=d", "Cookie: ***"),
+        ('{"password": "a\\"b", "n": 1}', '{"password": "***", "n": 1}'),
+        ('"{\\"client_secret\\": \\"ab\\"}"', '"{\\"client_secret\\": \\"***\\"}"'),
+        ("line 3\npassword: hunter2\n", "line 3\npassword: ***\n"),
+        ("train.py --hf-token a1b2 --x 1", "train.py --hf-token *** --x 1"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII=\n-----END", "-----BEGIN RSA PRIVATE KEY-----***-----END"),
+        ("-----BEGIN PRIVATE KEY-----\\n" + "M" * 64 + " was read", "-----BEGIN PRIVATE KEY-----*** was read"),
+        ("to https://hooks.slack.com/services/T0/B0/x1", "to https://hooks.slack.com/***"),
+        ("https://x.webhook.office.com/webhookb2/a@b/c", "https://x.webhook.office.com/***"),
+        ("https://discord.com/api/webhooks/1/abc", "https://discord.com/api/webhooks/***"),
+        *((f"is '{form}'.", "is '***'.") for form in ("AKIAIOSFODNN7EXAMPLE", "hf_" + "aB3" * 11, "ghp_" + "aB3" * 12)),
+        *(
+            (f"is '{form}'.", "is '***'.")
+            for form in ("github_pat_" + "aB3" * 9, "sk-proj-" + "aB3" * 9, "xoxb-12345-abcde")
+        ),
         ("s3://u:p@ss@h/x?api_token=t&b=1", "s3://***@h/x?api_token=***&b=1"),
         ("https://host/a@b", "https://host/a@b"),
         ("sqlite:////x@y/m.db", "sqlite:////x@y/m.db"),
     ],
 )
-def test_credentials_in_uris_are_redacted(text: str, expected: str) -> None:
+def test_what_shows_itself_to_be_a_secret_is_redacted(text: str, expected: str) -> None:
     assert redact(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("max_tokens=5, pad_token='[PAD]', eos_token=</s>", "the password: must be given", "unexpected token: 'x9'"),
+        *(
+            "basic understanding of bearer certificates",
+            "give --hf-token or set it",
+            "token=None, password=self.password",
+        ),
+        *(
+            "def f(password: str, token: str)",
+            "KeyError: 'label_key'",
+            "sort_key=time, primary_key='id', key=lambda x: x",
+        ),
+        *("InvalidTokenError: the call failed", "sk-learn-based-classifiers-are-many", "pass=0.93 compass=north"),
+        *("code=404 keypoints=17", "author=me?page=2#key", "hf_hub and ghp_ are prefixes"),
+    ],
+)
+def test_other_texts_stay(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_the_variables_of_the_object_stores_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = {"AWS_PROFILE", "GOOGLE_APPLICATION_CREDENTIALS"}
+    for name in credential_variables() | {"AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_KEY", "AWS_SECRET_ACCESS_KEY"}:
+        monkeypatch.setenv(name, f"canary-of-{name}")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=x;AccountKey=canary-in-string;")
+    monkeypatch.setenv("DATABASE_URL", "postgres://u:canary-in-uri@h/db")
+    monkeypatch.setattr(module, "_in_variable", module._in_variable.__wrapped__)
+    for name in credential_variables() - plain:
+        assert redact(f"canary-of-{name}") == "***", name
+    for name in plain | {"AZURE_STORAGE_ACCOUNT"}:
+        assert redact(f"canary-of-{name}") == f"canary-of-{name}"
+    assert redact("canary-in-string and canary-in-uri") == "*** and ***"
+
+
+@pytest.mark.parametrize("name", ["ray_app.Webhook", "mine.SubclassOfIt"])
+def test_the_address_of_a_webhook_is_a_secret(name: str) -> None:
+    config = {"observers": [{"class_path": name, "init_args": {"url": "https://chat.example/T0/B0", "n": "x"}}]}
+    assert redact_value(config)["observers"][0]["init_args"] == {"url": "***", "n": "x"}
+    assert register_secrets(config)
+    assert redact("POST https://chat.example/T0/B0 failed") == "POST *** failed"
+
+
+@pytest.mark.parametrize("user", ["", "u:", "me:"])
+def test_secrets_in_base64_and_on_two_lines_are_redacted(user: str) -> None:
+    secret = "canary-0123456789"
+    register_secrets({"token": secret})
+    encoded = base64.b64encode(f"{user}{secret}\n".encode()).decode()
+    assert encoded[4:-8] not in redact(f"<{encoded}>")
+    for text in ("canary-01\n23456789", "│ x canary-01  │\n[step 3] │ 23456789 │", "canary-0\n123456\n789 y"):
+        assert not re.search(r"canary|\d", redact(text).replace("step 3", ""))
+
+
+@pytest.mark.parametrize(
+    "unit", ["a=", '"password": "', "u0026", "://a", "-----BEGIN PRIVATE KEY-----", "eyJa-", "sk-", "&sig=a"]
+)
+def test_redaction_takes_linear_time(unit: str) -> None:
+    """The quadratic expressions that this test refuses take minutes for it."""
+    redact(unit * (300_000 // len(unit)))
 
 
 def test_the_password_of_a_configured_uri_is_redacted_everywhere() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import zipfile
@@ -31,6 +32,7 @@ from ray_app.submit.options import (
 )
 from ray_app.submit.preflight import (
     check_absolute_storage,
+    check_secret_files,
     check_size,
     check_uploaded_data,
     list_job_files,
@@ -172,6 +174,67 @@ def test_the_package_leaves_out_the_same_files_as_ray(project: Path) -> None:
     assert check_uploaded_data(package, config) == []
 
 
+_SECRET_NAMES = [
+    *(".ssh/id_ed25519", ".ssh/config", "id_rsa", "keys/id_ecdsa", ".aws/credentials", ".ray/auth_token"),
+    *(".kube/config", "kubeconfig", "prod.kubeconfig", ".config/gcloud/application_default_credentials.json"),
+    *("service-account.json", "credentials.json", "my-credentials.yaml", ".npmrc", ".git-credentials", ".pypirc"),
+    *(".docker/config.json", ".huggingface/token", ".cache/huggingface/token", ".kaggle/kaggle.json", ".pgpass"),
+    *(".databrickscfg", ".env", ".env.prod", ".envrc", "prod.env", "secrets.yaml", "conf/secrets.toml"),
+    *(".streamlit/secrets.toml", "server.key", "a/b.KEY", "cert.pem", "store.p12", "store.pfx", "a.jks"),
+    *("terraform.tfvars", "terraform.tfstate", ".bash_history", ".python_history", ".netrc", ".s3cfg", ".boto"),
+    *(".azure/x", ".vault-token", ".htpasswd", "datasets/here/.env", "datasets/here/x.pem"),
+    *("datasets/here/.aws/credentials", "client_secret_1.json", ".gnupg/x", ".snowsql/config", "rclone.conf"),
+    ".my.cnf",
+]
+
+
+@pytest.mark.parametrize("name", _SECRET_NAMES)
+def test_files_of_secrets_are_not_uploaded(tmp_path: Path, name: str) -> None:
+    for file in (name, "datasets/here/a.csv", "credentials/mine.py", "secrets.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("x")
+    config = load_config(DIGITS, data__path="datasets/here")
+    package = list_job_files(config, SubmitSection(working_dir=str(tmp_path)))
+    assert name not in package.files
+    assert len(package.files) == 3
+
+
+def test_other_files_that_look_like_secrets_are_named(tmp_path: Path) -> None:
+    key = "-----BEGIN PRIVATE KEY-----\n"
+    files = {
+        "my_token.txt": "x",
+        "secrets/db": "x",
+        "credentials": "x",
+        "a.crt": key,
+        "gcp.json": f'{{"k": "{key}"}}',
+        "big.bin": key * 999,
+    }
+    files |= {
+        "tokenizer.json": "x",
+        "max_tokens.csv": "x",
+        "token_store.py": "x",
+        "left/api_key.txt": "x",
+        ".rayignore": "left",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    [finding] = check_secret_files(list_job_files(load_config(DIGITS), SubmitSection(working_dir=str(tmp_path))))
+    assert finding.level == "warning"
+    assert "in it: a.crt, credentials, gcp.json, my_token.txt, secrets/db. All users" in finding.text
+
+
+@pytest.mark.parametrize("folder", ["/", "~", "~/..", "link"])
+def test_a_home_folder_is_not_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    (tmp_path / "home" / "me" / "project").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    (tmp_path / "link").symlink_to(tmp_path / "home" / "me")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is or contains your home folder.*Name the folder of the project"):
+        SubmitSection(working_dir=os.path.expanduser(folder)).check()
+    SubmitSection(working_dir="home/me/project").check()
+
+
 def test_the_refusal_of_a_large_package_names_its_largest_folders(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,10 +282,18 @@ def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, mon
     assert not any("__pycache__" in name for name in names)
     assert runtime_env["excludes"] == ["/runs", "data"]
     assert runtime_env["py_modules"][0].startswith("gcs://_ray_pkg_")
-    assert [SubmitSection(ray_app=option).runtime_env() for option in ("installed", "ray_app==0.1.0")] == [
+    assert [SubmitSection(ray_app=option).runtime_env() for option in ("installed", "a==1 -i https://x")] == [
         {},
-        {"pip": ["ray_app==0.1.0"]},
+        {"pip": {"packages": ["a==1"], "pip_install_options": ["-i", "https://x"]}},
     ]
+
+
+@pytest.mark.parametrize("value", ["ray_app==0.2.0", "ray_app", "", "ray_app==0.2.0 --extra-index-url https://x"])
+def test_the_application_is_not_taken_from_the_public_index(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"submit\.ray_app is .*public index.*--index-url"):
+        SubmitSection(ray_app=value).check()
+    for allowed in ("send", "installed", "/my w/ray_app.whl", "ray_app==1 --index-url=https://x", "a --no-index -f /w"):
+        SubmitSection(ray_app=allowed).check()
 
 
 def test_a_cache_must_fit_into_each_object_store() -> None:

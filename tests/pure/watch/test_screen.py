@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import io
 import shutil
+import socket
+import threading
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -23,6 +25,7 @@ from ray_app.watch.live_views import (
     PageServer,
     RunState,
     RunWatcher,
+    _Handler,
     format_line,
     remaining_seconds,
     render_screen,
@@ -245,20 +248,53 @@ def test_a_page_request_without_the_token_is_refused(client: PageClient, path: s
 
 def test_the_token_of_the_address_is_replaced_by_a_cookie(client: PageClient, run: RunDirectory) -> None:
     status, _, headers = client.get(f"/?token={client.token}")
-    assert (status, headers["Location"]) == (303, "/")
+    folder = headers["Location"]
+    assert (status, len(folder)) == (303, 34)
     client.cookie, *rest = headers["Set-Cookie"].split("; ")
-    assert {"HttpOnly", "SameSite=Strict"} <= set(rest)
-    status, body, headers = client.get("/")
-    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    # A browser sends the cookie to no other server of this machine: none has this folder.
+    assert {"HttpOnly", "SameSite=Strict", f"Path={folder}"} == set(rest)
+    status, body, headers = client.get(folder)
+    assert (status, headers["Cache-Control"], headers["X-Content-Type-Options"]) == (200, "no-store", "nosniff")
+    assert (headers["X-Frame-Options"], headers["Content-Security-Policy"]) == ("DENY", "frame-ancestors 'none'")
     assert "live <span" in body
     assert client.token not in body
-    paths = {"/0": 200, "/watch.js": 200, "/1": 404, "/-1": 404, "/../../etc/passwd": 404, "/9999999999": 404}
-    assert {path: client.get(path)[0] for path in paths} == paths
-    assert client.get("/", method="POST")[0] == 501
+    paths = {"0": 200, "watch.js": 200, "1": 404, "-1": 404, "../../etc/passwd": 404, "9999999999": 404, "/": 404}
+    assert {path: client.get(folder + path)[0] for path in paths} == paths
+    assert (client.get("/")[0], client.get("/0")[0], client.get(folder, method="POST")[0]) == (404, 404, 501)
     run.steps(101, 150, 11.0)
-    wait_until(lambda: ">150<" in client.get("/")[1])
+    wait_until(lambda: ">150<" in client.get(folder)[1])
     shutil.rmtree(run.paths.events)
-    wait_until(lambda: client.get("/")[0] == 200)
+    wait_until(lambda: client.get(folder)[0] == 200)
+
+
+def test_silent_clients_hold_few_threads_and_keep_out_no_other(client: PageClient) -> None:
+    host, port = client.address.split(":")
+    before = threading.active_count()
+    silent = [socket.create_connection((host, int(port)), 10) for _ in range(200)]
+    for connection in silent:
+        connection.send(b"GET / HTTP/1.1\r\nX: ")
+    assert client.get(f"/?token={client.token}")[0] == 303
+    wait_until(lambda: threading.active_count() - before <= 64)
+    # The oldest were closed; the newest have a time limit.
+    assert silent[0].recv(1) == b""
+    for connection in silent:
+        connection.close()
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_a_page_that_others_reach_is_said_to_be_readable(run: RunDirectory) -> None:
+    with RunWatcher([run.paths], EVERY_S) as watcher:
+        for host, private in (("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False)):
+            with PageServer(watcher, host) as server:
+                assert server.is_private is private, host
+
+
+def test_a_silent_client_is_disconnected(client: PageClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _Handler.timeout is not None
+    monkeypatch.setattr(_Handler, "timeout", 0.2)
+    host, port = client.address.split(":")
+    with socket.create_connection((host, int(port)), 10) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_a_report_file_has_no_script_and_a_live_page_has_one(run: RunDirectory) -> None:
@@ -267,4 +303,4 @@ def test_a_report_file_has_no_script_and_a_live_page_has_one(run: RunDirectory) 
     facts = read_facts(RunPaths(run.paths.root))
     assert "<script" not in render(facts)
     assert "script-src" not in render(facts)
-    assert render(facts, Live("/watch.js", 0, [("live", "running")])).count("<script") == 1
+    assert render(facts, Live("watch.js", 0, [("live", "running")])).count("<script") == 1

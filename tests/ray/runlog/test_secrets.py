@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
 from ray_app.cli.train import main
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.report.facts import read_facts
+from ray_app.report.html import render
+from ray_app.runlog.paths import RunPaths
 from tests.support.cluster import CANARY
 from tests.support.mlflow_server import mlflow_runs
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def has_secret(text: str) -> bool:
+    """Returns whether a text contains the secret of the environment in a form of `secret_task.quoted`, a part of it."""
+    secret = CANARY["CANARY_API_KEY"]
+    encoded = base64.b64encode(f"me:{secret}".encode()).decode()
+    parts = secret[:14], secret[12:24], quote(secret, safe="")[:16], encoded[8:24]
+    unwrapped = re.sub(r"\[[^\]\n]*\] |\\n|[\sâ│╭╮╰╯─\x80-\x9f]", "", text)
+    return any(part in joined for part in parts for joined in (text, unwrapped))
 
 
 def test_no_output_of_a_run_contains_a_secret(
@@ -61,6 +76,11 @@ def test_no_output_of_a_run_contains_a_secret(
         **artifacts,
     }
     assert [name for name, text in outputs.items() if "canary" in text.lower().replace("canary_api_key", "")] == []
+    outputs["page"] = render(read_facts(RunPaths(root)))
+    files = {str(file): file.read_bytes().decode("latin-1") for file in tmp_path.rglob("*") if file.is_file()}
+    assert {str(root / "report.html"), str(root / "config.yaml")} <= files.keys()
+    assert any("/output/" in name for name in files), "the task has printed nothing"
+    assert [name for name, text in (outputs | files).items() if has_secret(text)] == []
     for name in ("errors", "events"):
         assert "no login at s3://***@bucket/x?token=*** with " in outputs[name], "the run did not fail with the error"
     assert run.data.params["task.init_args.api_token"] == "***"

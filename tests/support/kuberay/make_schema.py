@@ -36,6 +36,7 @@ POD_FIELDS = {
     "volumes": {"configMap", "emptyDir", "name", "persistentVolumeClaim", "secret"},
 }
 POD_PLAIN = {
+    "automountServiceAccountToken",
     "imagePullSecrets",
     "nodeSelector",
     "restartPolicy",

@@ -131,7 +131,8 @@ def test_a_connection_without_the_secret_is_ignored(meeting: _RendezvousThread) 
     with socket.create_connection(meeting.address_and_secret[0], timeout=60) as connection:
         connection.sendall(b"s" * 32 + pack_frame(encode(Heartbeat("b", "node", LOCALHOST, 1))))
         with suppress(ConnectionResetError):
-            assert connection.recv(1) == b""
+            while connection.recv(64):
+                continue
     assert meeting.rendezvous._members.get("b") is None
 
 

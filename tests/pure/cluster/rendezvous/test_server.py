@@ -5,7 +5,8 @@ heartbeats.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 
 import pytest
 
@@ -135,6 +136,15 @@ def test_the_worker_that_reports_step_records_keeps_the_short_interval() -> None
     pool = WorkerPool(10_000)
     record = StepRecord(1, 0, 0.0, 0.5, 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1")
     assert pool.rendezvous.handle_heartbeat(replace(pool.beats[0], record=record)).period_s == HEARTBEAT_S
+
+
+@pytest.mark.parametrize("place", range(len(fields(Heartbeat))), ids=[field.name for field in fields(Heartbeat)])
+@pytest.mark.parametrize("text", ["Infinity", "1.0", "{}"])
+def test_a_value_of_another_type_is_no_heartbeat(place: int, text: str) -> None:
+    values = json.loads(encode(Heartbeat("w", "n", "10.0.0.1", 1)))
+    values[place] = json.loads(text)
+    with pytest.raises(ValueError, match="has another type"):
+        decode_heartbeat(json.dumps(values).encode())
 
 
 def test_messages_survive_encoding_and_decoding() -> None:

@@ -99,7 +99,8 @@ def test_a_client_without_the_secret_is_not_served(secret: str) -> None:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
         with suppress(OSError):
-            assert connection.recv(1) == b"", "the listener answered"
+            assert len(connection.recv(4096)) in (0, 64), "the listener sends more than its part of the handshake"
+            assert connection.recv(1) == b"", "the connection stays open"
     assert requests == []
 
 

@@ -1,0 +1,113 @@
+"""The control port of `ray-app launch`, with strangers at both of its ends."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_app.channel import connect
+from ray_app.cli import launch
+from ray_app.cli.launch import Machines, _follow, _Followers, _ray_node
+from ray_app.errors import ConfigError, RayAppError
+from ray_app.testing import make_context
+
+TOKEN, WAIT_S = "f" * 64, 60.0
+LOCALHOST = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.create_server((LOCALHOST, 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def say_ready(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.sendall(b"ready\n" * 20)
+        connection.recv(1)
+
+
+def test_a_machine_does_not_join_a_stranger_that_has_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_ray_node", lambda options: pytest.fail("Ray was started"))
+    with socket.create_server((LOCALHOST, 0)) as server:
+        threading.Thread(target=say_ready, args=(server,), daemon=True).start()
+        machines = Machines(LOCALHOST, server.getsockname()[1] - 1, 1, 2)
+        with pytest.raises(ConfigError, match="does not have the token of this machine, so this machine does not join"):
+            _follow(machines, TOKEN)
+
+
+def test_a_machine_with_another_token_is_told_so_and_one_with_the_token_is_told_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def start_nothing(options: list[str]) -> Iterator[Any]:
+        yield lambda: None
+
+    monkeypatch.setattr(launch, "_ray_node", start_nothing)
+    port = free_port()
+    with closing(_Followers((LOCALHOST, port), TOKEN)) as followers:
+        with pytest.raises(ConfigError, match="Give all machines the same token"):
+            _follow(Machines(LOCALHOST, port - 1, 1, 2), "e" * 64)
+        assert followers._connections == []
+        followers.send("ready")
+        followers.send("exit 75")
+        assert _follow(Machines(LOCALHOST, port - 1, 1, 2), TOKEN) == 75
+
+
+def test_the_message_for_a_taken_port_names_the_process() -> None:
+    match = r"cannot listen at port \d+ of 127.0.0.1: process \d+ has it"
+    with socket.create_server((LOCALHOST, 0)) as server, pytest.raises(RayAppError, match=match):
+        _Followers(server.getsockname(), TOKEN)
+
+
+def let_one_join_among_strangers(folder: Path) -> None:
+    """Runs in a process of its own, with a limit of files that the strangers exceed."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    port = free_port()
+    with closing(_Followers((LOCALHOST, port), TOKEN)) as followers:
+        followers.send("ready")
+        (folder / "port").with_suffix(".tmp").write_text(str(port))
+        (folder / "port").with_suffix(".tmp").rename(folder / "port")
+        # The process needs files of its own meanwhile.
+        while not (folder / "end").exists():
+            with (folder / "port").open() as file:
+                file.read()
+            threading.Event().wait(0.05)
+
+
+def test_a_burst_of_strangers_keeps_no_machine_out(tmp_path: Path) -> None:
+    process = make_context().Process(target=let_one_join_among_strangers, args=(tmp_path,), daemon=True)
+    process.start()
+    try:
+        while not (tmp_path / "port").exists():
+            assert process.is_alive()
+            process.join(0.05)
+        address = (LOCALHOST, int((tmp_path / "port").read_text()))
+        with ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(socket.create_connection(address, timeout=WAIT_S))
+            with connect(address, TOKEN, WAIT_S) as connection:
+                assert connection.recv(6) == b"ready\n"
+        (tmp_path / "end").touch()
+        process.join(WAIT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
+def test_warnings_of_ray_are_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A program stands for `ray start`."""
+    popen = launch.subprocess.Popen
+    code = "print('2026 WARNING token authentication is disabled'); print('started'); import sys; sys.exit(3)"
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", code], **kw))
+    with _ray_node(["--head"]) as check, pytest.raises(RayAppError, match=r"(?s)ended: .*started"):
+        launch._wait(lambda: False, check, "for its end")
+    assert caplog.messages == ["ray start: 2026 WARNING token authentication is disabled"]
