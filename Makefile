@@ -37,7 +37,7 @@ test-again: $(INSTALLED) ## what failed last, one after the other
 test-campaigns: $(INSTALLED) ## all other runs on real Ray: every drill, lost nodes and hosts, jobs, retraining; an hour or more
 	$(PYTEST) -m "campaign and not search" $(if $(PART),--part $(PART))
 
-test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, damaged files and histories by the hundred: looks for what breaks a promise
+test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, 100,000 damaged files, histories by the hundred: looks for what breaks a promise
 	$(PYTEST) -m search
 
 test-all: test test-rest test-campaigns test-search ## all tests

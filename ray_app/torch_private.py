@@ -111,6 +111,8 @@ def exported_parameters(archive: IO[bytes]) -> dict[str, Tensor]:
 
     state = _package._load_state_dict(_package.PT2ArchiveReader(archive), "model")
     archive.seek(0)
+    # The old form, a pickle, is not in a checked archive.
+    assert isinstance(state, dict)
     return {name.removeprefix("model."): values for name, values in state.items()}
 
 

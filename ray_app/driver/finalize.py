@@ -192,13 +192,16 @@ def newest_start(paths: RunPaths) -> NewestStart:
     return start
 
 
-def stored_job(paths: RunPaths) -> Job:
+def stored_job(paths: RunPaths, config: Config | None = None) -> Job:
     """Returns the job of a run from its directory alone, which cannot be trained, as its task is not prepared.
+
+    Args:
+        config: Its configuration, if it was read already, and compared with a trusted one.
 
     Raises:
         ConfigError: It is not a run of this version, or its task cannot be made here.
     """
-    config = read_config(paths)
+    config = config or read_config(paths)
     task = make_stored_task(paths, config)
     stored = read_json(paths.classes)
     classes = Classes.of_totals(stored["rows"]) if stored is not None else None

@@ -42,9 +42,12 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 
-def load_trained_job(paths: RunPaths) -> Job:
-    """Returns the job of a run with its task as it was trained, see `load_trained_task`; without its data."""
-    job = stored_job(paths)
+def load_trained_job(paths: RunPaths, config: Config | None = None) -> Job:
+    """Returns the job of a run with its task as it was trained, see `load_trained_task`; without its data.
+
+    `config` is its configuration if it was read already, and compared with a trusted one.
+    """
+    job = stored_job(paths, config)
     return replace(job, task=load_trained_task(paths, job.config, job.task))
 
 

@@ -199,6 +199,10 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     )
     if not {"class_path", "settings"} <= described["task"].keys():
         raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
+    try:
+        loader.check_inputs(described["inputs"])
+    except ValueError as error:
+        raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: {error}.") from error
     return data, described
 
 

@@ -246,8 +246,22 @@ def load(folder: str | Path, trust: bool = False) -> nn.Module:
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """Returns the content of `package.json`."""
-    return json.loads((Path(folder) / DESCRIPTION).read_text())
+    """Returns the content of `package.json`; raises ValueError if it is damaged."""
+    described = json.loads((Path(folder) / DESCRIPTION).read_text())
+    check_inputs(described["inputs"])
+    return described
+
+
+def check_inputs(inputs: list[Any]) -> None:
+    """Raises ValueError for inputs in `package.json` without a name, or of another type or shape than an array's."""
+    for spec in inputs:
+        try:
+            is_input = isinstance(spec["name"], str) and np.dtype(spec["dtype"]).kind in "biuf"
+            is_input = is_input and all(type(length) is int and length >= -1 for length in spec["shape"])
+        except (LookupError, TypeError, ValueError, SyntaxError):
+            is_input = False
+        if not is_input:
+            raise ValueError(f"the input {spec!r} is not a name, a dtype of numbers, and the shape of a row")
 
 
 def name_outputs(outputs: Any) -> list[tuple[str, Tensor]]:

@@ -268,7 +268,8 @@ def model_of_run(config: Config, run: str) -> ModelSource:
             f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
             f" {asdict(config.task)}."
         )
-    job = load_trained_job(paths)
+    # The file is not read again: another one may be in its place by now.
+    job = load_trained_job(paths, trained)
     commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
     return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []

@@ -16,7 +16,6 @@ It has three parts:
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -33,7 +32,7 @@ import pyarrow as pa
 import ray
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
@@ -45,11 +44,11 @@ from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import ConfigError
 from ray_app.ingest.shards import Shards
 from ray_app.models import loader
-from ray_app.models.export import exported_module
 from ray_app.models.package import class_path, digest_sources, sources_of
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
+from ray_app.predict.actor import Model, Predict
 from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.profile import iter_row_groups
 from ray_app.storage.files import remove_tree, to_json
@@ -243,22 +242,6 @@ class ScoringRequest:
     chosen: npt.NDArray[np.bool_] | None = None
 
 
-class PackagedModule(nn.Module):
-    """A loaded package behind the interface of a module, on which `train` and `eval` do not affect the package.
-
-    The package always is in evaluation mode, and an exported package raises when `train` or `eval` is called on it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        # The list hides the package from `nn.Module`: as a submodule it would get the calls of `train` and `eval`.
-        self._modules_outside = [module]
-
-    def forward(self, *fields: Tensor) -> Any:
-        """Runs the package on its inputs, each of shape (rows, ...)."""
-        return self._modules_outside[0](*fields)
-
-
 def read_package_files(data: Path) -> Files:
     """Returns the files of a package without the code of the task, which the installed one must equal."""
     return {file.name: file.read_bytes() for file in sorted(data.iterdir()) if file.is_file()}
@@ -313,36 +296,37 @@ def _score_all(
         scored = {}
         for name, files in request.models.items():
             package = _Package(name, files, task)
-            model, inputs, source = package.load(device), package.inputs, package.source(request.source)
+            predict, source = package.load(device), package.source(request.source)
             arrays = shared if source is request.source else _read_arrays(source, request)
-            if not set(inputs) <= arrays.keys():
+            if not set(package.inputs) <= arrays.keys():
                 raise ConfigError(
-                    f"The {name} takes the fields {', '.join(inputs)}, but the task decodes {', '.join(arrays)}; they"
-                    " cannot be compared. Use another tracking.registered_model for a task with other inputs."
+                    f"The {name} takes the fields {', '.join(package.inputs)}, but the task decodes"
+                    f" {', '.join(arrays)}; they cannot be compared. Use another tracking.registered_model for a"
+                    " task with other inputs."
                 )
-            run, packaged = partial(run_packaged, inputs), PackagedModule(model)
+            losses = nn.Module()
             if isinstance(task, ModuleTask) and type(task).loss is ModuleTask.loss:
-                load_loss(packaged, task.loss_spec, safetensors.torch.load(files[loader.WEIGHTS]))
-                packaged.to(device)
+                load_loss(losses, task.loss_spec, safetensors.torch.load(files[loader.WEIGHTS]))
             chunks = score(
                 task,
-                packaged,
+                losses.to(device),
                 arrays,
                 section.batch_size,
                 device,
                 chunk_rows=chunk_rows,
                 fixed=section.fixed_batches,
                 keep=metrics,
-                forward=run,
+                forward=partial(_predict, predict),
             )
             scored[name] = list(chunks)
         results.append(scored)
     return results
 
 
-def run_packaged(inputs: list[str], model: nn.Module, batch: Batch) -> Any:
-    """Runs a package on those fields of a batch that are its inputs, in its order."""
-    return model(*(batch[name] for name in inputs))
+def _predict(predict: Predict, losses: nn.Module, batch: Batch) -> Any:
+    """Returns the outputs of a package for a batch; the module in the place of its model has the loss alone."""
+    del losses
+    return predict(batch)
 
 
 class _Package:
@@ -353,7 +337,8 @@ class _Package:
     """
 
     def __init__(self, called: str, files: Files, task: Task) -> None:
-        self._called, self._files, self._task = called, files, task
+        self._called, self._files = called, files
+        self._task = task
         self._described = json.loads(files[loader.DESCRIPTION])
         self.inputs: list[str] = [spec["name"] for spec in self._described["inputs"]]
 
@@ -370,22 +355,20 @@ class _Package:
         reader = replace(source.reader, columns=other.columns(), decode=other.decode, fields=fields)
         return replace(source, reader=reader)
 
-    def load(self, device: torch.device) -> nn.Module:
+    def load(self, device: torch.device) -> Predict:
         """Loads the model onto a device; raises ConfigError for one of other code than is installed."""
-        if self._described["format"] == "torch.export":
-            return exported_module(loader.load_exported(io.BytesIO(self._files[loader.EXPORTED])), device)
-        if self._described["task"]["class_path"] != class_path(self._task) or json.loads(self._files[loader.TASK])[
-            "code"
-        ] != digest_sources(sources_of(type(self._task).__module__)):
+        described, digest = self._described, self._described["params_digest"]
+        if described["format"] == "torch.export":
+            return Model(self._task, self._files[loader.EXPORTED], self.inputs, digest).load(device)
+        code = json.loads(self._files[loader.TASK])["code"]
+        is_same = described["task"]["class_path"] == class_path(self._task)
+        if not is_same or code != digest_sources(sources_of(type(self._task).__module__)):
             raise ConfigError(
-                f"The {self._called} is of the task {self._described['task']['class_path']}, and its code is not that"
+                f"The {self._called} is of the task {described['task']['class_path']}, and its code is not that"
                 f" of {class_path(self._task)} as it is installed, so its model cannot be made again. Install the code"
                 " that it was trained with, or use another tracking.registered_model."
             )
-        task = self._restore()
-        model = task.build_model()
-        model.load_state_dict(safetensors.torch.load(self._files[loader.WEIGHTS]))
-        return loader.Served(task, model, self.inputs).eval().requires_grad_(False).to(device)
+        return Model(self._restore(), self._files[loader.WEIGHTS], None, digest).load(device)
 
 
 def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:

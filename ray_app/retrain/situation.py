@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -130,8 +131,9 @@ class Champion:
 
     def _stage(self, name: str) -> dict[str, Any]:
         """Returns the result of a stage of the round that made it; empty if there is none."""
-        key = self.version.tags.get(KEY_TAG)
-        return (Round(self.paths, key).read(name) if key else None) or {}
+        key = self.version.tags.get(KEY_TAG, "")
+        # A tag is data of the registry, and must not lead out of the folder of the rounds.
+        return (Round(self.paths, key).read(name) if re.fullmatch(r"[\w-]+", key) else None) or {}
 
 
 def fetch_package(uri: str, version: Version) -> Files:

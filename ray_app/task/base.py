@@ -99,11 +99,11 @@ class Task(ABC):
         """
         if not isinstance(settings, dict):
             raise ConfigError(
-                f"{owner} is damaged: the settings of its task are {type(settings).__name__}, no dictionary."
+                f"{owner} is damaged: the settings of its task are {type(settings).__name__}, not a dictionary."
             )
-        own, arguments = vars(self), inspect.signature(type(self)).parameters
-        for name in sorted(own.keys() | settings.keys()):
-            ours, theirs = own.get(name), settings.get(name)
+        configured, arguments = vars(self), inspect.signature(type(self)).parameters
+        for name in sorted(configured.keys() | settings.keys()):
+            ours, theirs = configured.get(name), settings.get(name)
             # A column may be called class_path, too; an import path has a dot.
             paths = [path for *_, path in iter_class_paths("", [ours, theirs]) if "." in path]
             is_code = bool(paths) or name in self.functions
@@ -113,7 +113,7 @@ class Task(ABC):
                     f" configured task has {ours!r}. What is imported comes from the configuration alone: give the one"
                     " that it was trained with."
                 )
-        return self.from_settings(own | settings)
+        return self.from_settings(configured | settings)
 
     def prepare(self, data: DataFacts) -> Task:
         """Checks the data set and returns the task with settings completed from it, such as the number of classes.

@@ -39,7 +39,6 @@ WORDS = {
     "lies": "sdc",
     "liar": "corrupt_rank",
     "guilty": "corrupt_rank",
-    "trust": "sdc",
     "newcomer": "pending_worker, joining",
     "newcomers": "pending_workers, joining",
     "spare": "standby",

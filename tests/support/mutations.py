@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 _WORDS = b"~-1~0~99999999999999999999~1e400~NaN~null~{}~[~'~\n~\0~\xff\xfe~\xf0\x9f~a,b~../x".split(b"~")
 
 
-def mutate(data: bytes, seed: int) -> bytes:
-    """Returns the content of a file with one to three damages."""
+def mutate(data: bytes, seed: int, words: Sequence[bytes] = ()) -> bytes:
+    """Returns the content of a file with one to three damages; some put one of the further words into it."""
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 3)):
-        data = _damaged(data, rng)
+        data = _damaged(data, rng, [*_WORDS, *words])
     return data
 
 
-def _damaged(data: bytes, rng: random.Random) -> bytes:
+def _damaged(data: bytes, rng: random.Random, words: Sequence[bytes]) -> bytes:
     low = rng.randrange(len(data) + 1)
     high = min(len(data), low + rng.choice((1, 1, 2, 4, 8, 64)))
     kind = rng.randrange(6)
@@ -26,7 +27,7 @@ def _damaged(data: bytes, rng: random.Random) -> bytes:
     if kind == 1:
         return data[:low] + data[high:]
     if kind == 2:
-        return data[:low] + rng.choice(_WORDS) + data[rng.choice((low, high)) :]
+        return data[:low] + rng.choice(words) + data[rng.choice((low, high)) :]
     if kind == 3:
         return data[:low] + bytes(rng.choice((0, 0xFF, rng.randrange(256))) for _ in range(high - low)) + data[high:]
     if kind == 4:

@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from dataclasses import fields, replace
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import ray
 
@@ -28,16 +28,28 @@ logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.2
 """Seconds between two checks for silent workers and stalled generations."""
-_FIELD_NAMES = {
-    message_type: [field.name for field in fields(message_type)]
+_FIELDS: dict[type, dict[str, Any]] = {
+    message_type: {field.name: field.type for field in fields(message_type)}
     for message_type in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
 }
-"""The names of the fields of each message and of the dataclasses in it."""
+"""The names of the fields of each message and of the dataclasses in it, and their types as texts."""
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "bool": (bool,),
+    "float": (int, float),
+    "Flags": (int,),
+    "Phase": (str,),
+    "StepRecord | None": (list, type(None)),
+    "GenerationInfo | None": (list, type(None)),
+    "list[int]": (list,),
+    "tuple[str, ...]": (list,),
+}
+"""The types that JSON has for a type of a field.
 
-
-_JSON_TYPES = {"int": (int,), "bool": (bool,), "StepRecord | None": (list, type(None))}
-_HEARTBEAT_TYPES = [(field.name, _JSON_TYPES.get(str(field.type), (str,))) for field in fields(Heartbeat)]
-"""The name of each field of a heartbeat, and the types of its value in JSON."""
+The worker of a connection is known by a secret; this is for mistakes and for a version that has other fields.
+"""
+M = TypeVar("M")
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
@@ -47,32 +59,32 @@ def encode(message: Heartbeat | HeartbeatReply) -> bytes:
 
 def _values(message: Any) -> list[Any]:
     """Returns the values of the fields of a message or of a dataclass in it, in their order."""
-    return [getattr(message, name) for name in _FIELD_NAMES[type(message)]]
+    return [getattr(message, name) for name in _FIELDS[type(message)]]
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat:
-    """Returns the heartbeat in a frame, see `encode`.
-
-    Raises:
-        ValueError: A value has another type than its field.
-    """
-    values = json.loads(data)
-    wrong = [field for field, value in zip(_HEARTBEAT_TYPES, values, strict=False) if type(value) not in field[1]]
-    if wrong:
-        raise ValueError(f"{wrong[0][0]} of a heartbeat has another type than {wrong[0][1]}")
-    heartbeat = Heartbeat(*values)
+    """Returns the heartbeat in a frame, see `encode`; raises ValueError for anything else."""
+    heartbeat = _decode(Heartbeat, json.loads(data))
     if heartbeat.phase not in get_args(Phase):
         raise ValueError("a heartbeat has an unknown phase")
-    if heartbeat.record is None:
-        return heartbeat
-    return replace(heartbeat, record=StepRecord(*heartbeat.record))  # type: ignore[misc]
+    return heartbeat if heartbeat.record is None else replace(heartbeat, record=_decode(StepRecord, heartbeat.record))
 
 
 def decode_reply(data: bytes) -> HeartbeatReply:
-    """Returns the reply in a frame, see `encode`."""
-    reply = HeartbeatReply(*json.loads(data))
-    formed = None if reply.formed is None else GenerationInfo(*reply.formed)  # type: ignore[misc]
+    """Returns the reply in a frame, see `encode`; raises ValueError for anything else."""
+    reply = _decode(HeartbeatReply, json.loads(data))
+    formed = None if reply.formed is None else _decode(GenerationInfo, reply.formed)
     return replace(reply, flags=Flags(reply.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
+
+
+def _decode(kind: type[M], values: Any) -> M:
+    """Returns a message of the values of its fields; raises ValueError for another number or type of them."""
+    if not isinstance(values, list) or len(values) != len(_FIELDS[kind]):
+        raise ValueError(f"a {kind.__name__} is a list of {len(_FIELDS[kind])} values")
+    for (name, of), value in zip(_FIELDS[kind].items(), values, strict=True):
+        if of in _TYPES and type(value) not in _TYPES[of]:
+            raise ValueError(f"{name} of a {kind.__name__} has another type than {of}: {value!r}")
+    return kind(*values)
 
 
 class ConnectionServer:

@@ -110,7 +110,7 @@ if os.path.exists(f"{folder}/data/model/model.pt2"):
 else:
     [name] = [name for name in os.listdir(f"{folder}/code") if name.startswith("ray_app_loader")]
     sys.path.insert(0, f"{folder}/code")
-    module = __import__(name.removesuffix(".py")).load(f"{folder}/data/model")
+    module = __import__(name.removesuffix(".py")).load(f"{folder}/data/model", trust=True)
 with torch.no_grad():
     plain = module(images)
 predicted = mlflow.pyfunc.load_model(model).predict(images.numpy())
@@ -324,17 +324,17 @@ def test_fields_that_forward_reads_in_any_way_are_inputs() -> None:
 def test_an_archive_with_pickles_in_it_is_refused(tmp_path: Path) -> None:
     task, model = tabular_task(TabularClassification)
     good = make_package(task, model, FIELDS, tmp_path / "package").folder / "data" / "model" / loader.EXPORTED
-    loader.refuse_code(good)
+    loader.load_exported(good)
     exported = torch.export.load(good)
     exported.example_inputs = ((torch.zeros(2, 3),), {})
     torch.export.save(exported, tmp_path / "inputs.pt2")
     with pytest.raises(ValueError, match=r"sample_inputs/model.pt may hold pickled code"):
-        loader.refuse_code(tmp_path / "inputs.pt2")
+        loader.load_exported(tmp_path / "inputs.pt2")
     with zipfile.ZipFile(good) as whole, zipfile.ZipFile(tmp_path / "weights.pt2", "w") as other:
         for member in whole.namelist():
             other.writestr(member, whole.read(member).replace(b'"use_pickle": false', b'"use_pickle": true', 1))
     with pytest.raises(ValueError, match="is pickled"):
-        loader.refuse_code(tmp_path / "weights.pt2")
+        loader.load_exported(tmp_path / "weights.pt2")
 
 
 def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

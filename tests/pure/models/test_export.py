@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ray_app.checkpoint.format import params_digest
 from ray_app.models import loader
 from ray_app.models.export import exported_module
 from ray_app.retrain.gate import _Package
@@ -52,11 +53,15 @@ def test_the_retrain_gate_scores_an_exported_model_on_a_device(
     # Packages leave the example inputs out.
     exported.example_inputs = None
     torch.export.save(exported, tmp_path / "model.pt2")
-    description = {"format": "torch.export", "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}]}
+    description = {
+        "format": "torch.export",
+        "inputs": [{"name": "x", "dtype": "float32", "shape": [4]}],
+        "params_digest": params_digest(dict(Positions().state_dict())),
+    }
     files = {
         loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(),
         loader.DESCRIPTION: json.dumps(description).encode(),
     }
     package = _Package("champion", files, None)  # type: ignore[arg-type]
     assert package.inputs == ["x"]
-    assert package.load(DEVICE)(torch.zeros(2, 4, device=DEVICE)).device == DEVICE
+    assert package.load(DEVICE)({"x": torch.zeros(2, 4, device=DEVICE)}).device == DEVICE

@@ -98,8 +98,8 @@ def with_locator(members: Members, marker: Path) -> bytes:
 def with_unicode_path(members: Members, marker: Path) -> bytes:
     """Gives the description of the weights another name in the field 0x7075, which newer versions of Python take."""
     members = pickled(members, marker)
-    name, shown = f"model/{CONFIG}".encode(), b"model/.data/notes"
-    field = struct.pack("<HHBL", 0x7075, 5 + len(shown), 1, zipfile.crc32(name)) + shown  # type: ignore[attr-defined]
+    name, other = f"model/{CONFIG}".encode(), b"model/.data/notes"
+    field = struct.pack("<HHBL", 0x7075, 5 + len(other), 1, zipfile.crc32(name)) + other  # type: ignore[attr-defined]
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for member, data in members.items():

@@ -44,15 +44,14 @@ from ray_app.retrain import gate as comparison
 from ray_app.retrain.gate import (
     ClassRecall,
     GateFigures,
-    PackagedModule,
     _compare_recalls,
     _Package,
+    _predict,
     bootstrap_counts,
     compare_models,
     decide_promotion,
     find_old_files,
     read_package_files,
-    run_packaged,
     sample_segments,
     select_gate_rows,
     write_dataset,
@@ -659,10 +658,8 @@ def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     device = torch.device("cpu")
     package = _Package("champion", files, task)
     assert package.inputs == ["features"]
-    served, run = package.load(device), partial(run_packaged, package.inputs)
-    packaged = combine(
-        task, score(task, PackagedModule(served), arrays, 359, device, keep={"accuracy", "recall"}, forward=run)
-    )
+    run = partial(_predict, package.load(device))
+    packaged = combine(task, score(task, nn.Module(), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}
     assert packaged.tables == {"recall": trained.tables["recall"]}

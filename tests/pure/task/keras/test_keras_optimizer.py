@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,13 @@ from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
 from ray_app.task.keras.library import import_keras
-from ray_app.task.keras.optimizer import KerasOptimizer, KerasSchedule, refuse_sharding, serialize_optimizer
+from ray_app.task.keras.optimizer import (
+    KerasOptimizer,
+    KerasSchedule,
+    _make_variable,
+    refuse_sharding,
+    serialize_optimizer,
+)
 from ray_app.train.state.parameters import group_parameters, load_optimizer
 
 keras = import_keras()
@@ -165,3 +175,27 @@ def test_groups_with_other_learning_rates_are_refused() -> None:
     ours = KerasOptimizer([{"params": [p]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}], **init_args)
     with pytest.raises(ConfigError, match=r"learning rates \[0.0"):
         ours.step()
+
+
+@pytest.mark.parametrize(
+    "serialized",
+    [
+        {"module": "evil_of_a_checkpoint", "class_name": "Kind", "config": {}, "registered_name": None},
+        {"module": "evil_of_a_checkpoint", "class_name": "function", "config": "f", "registered_name": "f"},
+        {"module": "os", "class_name": "mkdir", "config": {"path": "it-ran"}, "registered_name": None},
+        {"class_name": "__lambda__", "config": {"value": "4wA="}},
+    ],
+)
+def test_constraints_and_schedules_of_files_import_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, serialized: dict[str, Any]
+) -> None:
+    """A checkpoint has the constraints of parameters; Keras makes its own classes of them alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil_of_a_checkpoint.py").write_text("open('it-ran', 'w').close()\n")
+    with suppress(Exception):
+        _make_variable(torch.ones(1), 0, {"path": "dense/kernel", "constraint": json.dumps(serialized)})
+    with suppress(Exception):
+        KerasSchedule(torch.optim.SGD([torch.ones(1)]), serialized)
+    assert "evil_of_a_checkpoint" not in sys.modules
+    assert not (tmp_path / "it-ran").exists()
