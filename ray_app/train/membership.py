@@ -124,7 +124,7 @@ class GenerationInfo:
         host: Address of rank 0.
         port: Port on which rank 0's store listens.
         hosts: Host of every rank; the ranks on one host are consecutive.
-        key: The key with which the members prove who they are (`reduction.messages`), 64 hexadecimal digits; empty for
+        key: The key with which a member signs its messages (`reduction.messages`), 64 hexadecimal digits; empty for
             a single worker, which has no peers.
     """
 

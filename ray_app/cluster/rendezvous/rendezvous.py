@@ -428,7 +428,8 @@ class Rendezvous:
         step = max(m.heartbeat.step for m in ready)
         self._is_broken = False
         self._watchdog.begin(step)
-        first, hosts, key = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready), secrets.token_hex(KEY_BYTES)
+        first, hosts = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready)
+        key = secrets.token_hex(KEY_BYTES)
         for rank, member in enumerate(ready):
             member.heartbeat = replace(member.heartbeat, generation=number, rank=rank)
             member.waiting_since_s = None

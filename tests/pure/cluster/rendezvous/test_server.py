@@ -138,11 +138,11 @@ def test_the_worker_that_reports_step_records_keeps_the_short_interval() -> None
     assert pool.rendezvous.handle_heartbeat(replace(pool.beats[0], record=record)).period_s == HEARTBEAT_S
 
 
-@pytest.mark.parametrize("place", range(len(fields(Heartbeat))), ids=[field.name for field in fields(Heartbeat)])
+@pytest.mark.parametrize("index", range(len(fields(Heartbeat))), ids=[field.name for field in fields(Heartbeat)])
 @pytest.mark.parametrize("text", ["Infinity", "1.0", "{}"])
-def test_a_value_of_another_type_is_no_heartbeat(place: int, text: str) -> None:
+def test_a_value_of_another_type_is_no_heartbeat(index: int, text: str) -> None:
     values = json.loads(encode(Heartbeat("w", "n", "10.0.0.1", 1)))
-    values[place] = json.loads(text)
+    values[index] = json.loads(text)
     with pytest.raises(ValueError, match="has another type"):
         decode_heartbeat(json.dumps(values).encode())
 
