@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy.typing as npt
+import ray
 from torch import Tensor
 
 from ray_app.task.base import Batch
@@ -42,12 +43,12 @@ class GatedTask(ImageClassification):
 
 
 class GatedPrediction(GatedTask):
-    """Digits, blocked before the given batch of predictions of each process instead."""
+    """Digits, blocked before the given batch of predictions of each actor instead; a dry run in a driver is not."""
 
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `ImageClassification`."""
         global _predictions
-        _predictions += 1
+        _predictions += ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
         if _predictions == self.wait_before:
             Path(self.gate, "reached").touch()
             while not Path(self.gate, "open").exists():
