@@ -25,7 +25,7 @@ from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
-from ray_app.train.membership import GenerationInfo, SingleProcessMembership
+from ray_app.train.membership import KEY_BYTES, GenerationInfo, SingleProcessMembership
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import make_job
 
@@ -142,7 +142,7 @@ class Group(SingleProcessMembership):
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         del step, lost
-        formed = GenerationInfo(1, self._world.rank, self._world.size, LOCALHOST, self._port)
+        formed = GenerationInfo(1, self._world.rank, self._world.size, LOCALHOST, self._port, key="ab" * KEY_BYTES)
         if self._world.size == 1:
             yield self._world, formed
             return

@@ -20,7 +20,7 @@ from ray_app.reduction.base import World, collective
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
-from ray_app.train.membership import GenerationInfo
+from ray_app.train.membership import KEY_BYTES, GenerationInfo
 from ray_app.train.process_group import ProcessGroup
 from tests.support.local_world import LocalMembership
 from tests.support.shifting_world import ShiftingMembership
@@ -43,7 +43,8 @@ class OwnGroupMembership(LocalMembership):
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
         del step, lost
         world, number = self._world, self._number
-        info = GenerationInfo(number, world.rank, world.size, "127.0.0.1", self.port, self.hosts[: world.size])
+        hosts = self.hosts[: world.size]
+        info = GenerationInfo(number, world.rank, world.size, "127.0.0.1", self.port, hosts, "ab" * KEY_BYTES)
         if world.size == 1:
             yield world, info
             return

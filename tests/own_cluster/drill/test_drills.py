@@ -12,16 +12,8 @@ import pytest
 
 from ray_app.drill import memory_faults, process_scenarios
 from ray_app.drill.session import SCENARIOS
-from tests.support.drill_scenarios import drill_arguments
+from tests.support.drill_scenarios import drill_arguments, run_drill
 from tests.support.paths import ROOT
-
-_DRILL_S = 280
-
-
-def run_drill(*more: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, str(ROOT / "jobs" / "drill.py"), *more]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_DRILL_S, check=False)
 
 
 def test_a_drill_on_its_own_cluster_certifies_equal_parameters(digits: Path, tmp_path: Path) -> None:

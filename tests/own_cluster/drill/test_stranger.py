@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.own_cluster.drill.test_drills import run_drill
-from tests.support.drill_scenarios import drill_arguments
+from tests.support.drill_scenarios import drill_arguments, run_drill
 
 STRATEGIES = {
     "ddp": {},

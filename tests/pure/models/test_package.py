@@ -30,13 +30,13 @@ def test_outputs_are_reported_as_equal_or_close(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, relative_error: float, expected: str
 ) -> None:
     model = nn.Linear(3, 2)
-    monkeypatch.setattr(package.loader, "load", lambda data: Scaled(model, relative_error))
+    monkeypatch.setattr(package.loader, "load", lambda data, trust: Scaled(model, relative_error))
     assert _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == expected  # type: ignore[arg-type]
 
 
 def test_different_outputs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    monkeypatch.setattr(package.loader, "load", lambda data: Scaled(model, 0.01))
+    monkeypatch.setattr(package.loader, "load", lambda data, trust: Scaled(model, 0.01))
     with pytest.raises(RegistryError, match="predicts something else for 1 rows"):
         _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)  # type: ignore[arg-type]
 
