@@ -8,13 +8,14 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ray_app.cli import launch
+from ray_app.cluster import ray_private
 from ray_app.cluster.ray_private import (
-    TOKEN_LOADER,
     read_token,
     require_shared_token,
     require_token,
@@ -28,15 +29,20 @@ TOKEN = "0123456789abcdef" * 4
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A home folder without a token, and no umask."""
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    TOKEN_LOADER.find().instance().reset_cache()
+def home(tmp_path: Path) -> Iterator[Path]:
+    """A home folder without a token, and no umask.
+
+    Ray itself does not read the variables again: this process may be connected to a cluster with another token.
+    """
     umask = os.umask(0)
-    with restore_auth_mode():
-        yield tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("READ_AUTH_MODE", "TOKEN_LOADER"):
+            patch.setattr(ray_private, name, SimpleNamespace(find=lambda: None))
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(tmp_path))
+        with restore_auth_mode():
+            yield tmp_path
     os.umask(umask)
 
 
@@ -60,7 +66,6 @@ def test_a_new_token_is_never_readable_by_others(monkeypatch: pytest.MonkeyPatch
     assert token not in redact(f"error: {token}")
     require_token()
     assert file.read_text() == token
-    assert TOKEN_LOADER.find().instance().get_raw_token(ignore_auth_mode=True) == token
 
 
 def test_an_open_file_in_the_home_is_closed_and_another_one_is_warned_of(

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from torch import nn
 from ray_app import load_config, load_for_training, load_model
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Fallback
-from ray_app.cluster.ray_private import TOKEN_LOADER, require_token, restore_auth_mode
+from ray_app.cluster import ray_private
+from ray_app.cluster.ray_private import require_token, restore_auth_mode
 from ray_app.config.config import Config
 from ray_app.errors import CheckpointError, ConfigError, DataError, RegistryError
 from ray_app.ingest.ingest import IngestOptions, ingest
@@ -478,10 +480,12 @@ def test_a_local_cluster_requires_a_token_unless_the_environment_says_otherwise(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    TOKEN_LOADER.find().instance().reset_cache()
+    # This process may be connected to a cluster with another token.
+    for name in ("READ_AUTH_MODE", "TOKEN_LOADER"):
+        monkeypatch.setattr(ray_private, name, SimpleNamespace(find=lambda: None))
     with restore_auth_mode():
         if before is not None:
-            monkeypatch.setenv("RAY_AUTH_MODE", before)
+            os.environ["RAY_AUTH_MODE"] = before
         require_token()
         assert os.environ["RAY_AUTH_MODE"] == after
     token = tmp_path / ".ray" / "auth_token"
