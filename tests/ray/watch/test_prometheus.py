@@ -21,8 +21,8 @@ from tests.support.prometheus import exported_metrics, find_prometheus, start_pr
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "runs.json").read_text())
 RUN = "a-run"
 EVERY, LAST = 2, 10
-_LOOKS = 6
-"""Observations by the driver in one and a half seconds, at least one of them by the console."""
+_LOOKS = 12
+"""Observations in three seconds, at least one by the console: it looks once a second, at a status that may be late."""
 MetricValues = dict[tuple[str, str], float]
 
 
