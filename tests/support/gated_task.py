@@ -45,6 +45,10 @@ class GatedTask(ImageClassification):
 class GatedPrediction(GatedTask):
     """Digits, blocked before the given batch of predictions of each actor instead; a dry run in a driver is not."""
 
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        return ImageClassification.loss(self, outputs, batch)
+
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `ImageClassification`."""
         global _predictions
