@@ -29,6 +29,7 @@ from ray_app.process import (
 )
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.object_stores import ObjectPath
+from tests.support.users import ROOT_ONLY
 
 NAME = "RAY_APP_TEST_VARIABLE"
 
@@ -192,10 +193,9 @@ def shared_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 VICTIM, STRANGER = 12345, 12346
-_ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as two users")
 
 
-@_ROOT_ONLY
+@ROOT_ONLY
 def test_runs_in_buckets_of_two_users_have_a_folder_each(shared_tmp: Path) -> None:
     def make() -> Path:
         folder = RunPaths(ObjectPath.parse("s3://bucket/run")).ray_storage(3)
@@ -212,7 +212,7 @@ def _link(folder: Path) -> None:
     folder.symlink_to(folder.parent / "theirs")
 
 
-@_ROOT_ONLY
+@ROOT_ONLY
 @pytest.mark.parametrize("prepare", [lambda f: f.mkdir(0o777), lambda f: f.write_text("x"), _link])
 def test_a_folder_that_a_stranger_has_made_first_is_not_used(
     shared_tmp: Path, prepare: Callable[[Path], object]

@@ -32,6 +32,7 @@ from tests.support.disk_caches import (
 )
 from tests.support.local_world import TinyImages, disk_cached, make_job, write_images
 from tests.support.s3_server import S3Server
+from tests.support.users import ROOT_ONLY
 
 ROWS = [[50, 1], [46]]
 FEW_GB = 8e-6
@@ -308,7 +309,7 @@ def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     cache.close()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+@ROOT_ONLY
 @pytest.mark.parametrize("is_configured", [True, False])
 def test_a_cache_of_another_user_is_not_used(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_configured: bool

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ray_app.drill import stranger as module
 from ray_app.drill.stranger import stranger
 from tests.support.drill_scenarios import evidence_of_dead_process, make_result, scenario_context
+from tests.support.users import ROOT_ONLY
 
 ATTACKED = {"connections": 200, "executed": False, "writable": [], "new_threads": 0, "new_bytes": 0}
 
@@ -70,7 +71,7 @@ def test_the_stranger_replaces_the_values_of_an_open_store(tmp_path: Path) -> No
 
 
 @pytest.mark.rest
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+@ROOT_ONLY
 def test_the_stranger_finds_what_other_users_may_write_to(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)

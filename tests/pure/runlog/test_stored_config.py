@@ -19,8 +19,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import TRUSTED_RUNS, read_code_text, read_config, stored_config
 from tests.support.paths import ROOT
 from tests.support.run_directory import make_full_run
-
-_ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+from tests.support.users import ROOT_ONLY
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_a_configuration_that_others_can_write_is_refused(
     assert read_config(paths) == Config()
 
 
-@_ROOT_ONLY
+@ROOT_ONLY
 @pytest.mark.parametrize("mode", [0o644, 0o600])
 def test_a_configuration_of_another_user_is_refused(
     paths: RunPaths, mode: int, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +75,7 @@ def test_a_configuration_of_another_user_is_refused(
     assert read_config(paths) == Config()
 
 
-@_ROOT_ONLY
+@ROOT_ONLY
 @pytest.mark.parametrize(("owner", "mode"), [(12345, 0o777), (65534, 0o644), (0, 0o777)])
 def test_a_file_system_that_gives_all_files_one_owner_or_mode_is_no_reason_to_refuse(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int

@@ -1,0 +1,9 @@
+"""Tests with processes and files of several users."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user, or give files to one")
