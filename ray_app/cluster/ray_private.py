@@ -56,6 +56,8 @@ TESTED_RAY = (2, 56), (2, 60)
 _AUTH_MODE = "RAY_AUTH_MODE"
 _AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_MAX_TMPDIR = 36
+"""The bytes that the path of a folder may have, so that the paths of 100 nodes' sockets below it have 107 at most."""
 _TOKEN_FILE = ".ray/auth_token"
 """Ray's file with the token, in the home folder."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -243,9 +245,12 @@ def on_loopback() -> Iterator[None]:
 def private_files() -> dict[str, str]:
     """Returns the variable that has the processes of a new cluster keep their files where no other user gets.
 
-    All users of a machine can write to the folders that Ray makes below `/tmp/ray`, and so replace code in them.
+    All users of a machine can write to the folders that Ray makes below `/tmp/ray`, and so replace code in them. There
+    is no variable if it is set already, or if Ray's sockets would get paths that are too long: a long TMPDIR, such as
+    that of a SLURM job, belongs to one user anyway.
     """
-    return {"RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or str(temporary_folder())}
+    folder = str(temporary_folder())
+    return {} if "RAY_TMPDIR" in os.environ or len(os.fsencode(folder)) > _MAX_TMPDIR else {"RAY_TMPDIR": folder}
 
 
 @contextmanager

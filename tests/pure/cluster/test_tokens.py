@@ -16,6 +16,7 @@ import pytest
 from ray_app.cli import launch
 from ray_app.cluster import ray_private
 from ray_app.cluster.ray_private import (
+    private_files,
     read_token,
     require_shared_token,
     require_token,
@@ -44,6 +45,15 @@ def home(tmp_path: Path) -> Iterator[Path]:
         with restore_auth_mode():
             yield tmp_path
     os.umask(umask)
+
+
+@pytest.mark.parametrize(("length", "variables"), [(36, {"RAY_TMPDIR": "/" + 35 * "x"}), (37, {})])
+def test_files_of_ray_are_in_the_private_folder_if_its_sockets_fit(
+    monkeypatch: pytest.MonkeyPatch, length: int, variables: dict[str, str]
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(ray_private, "temporary_folder", lambda: Path("/" + (length - 1) * "x"))
+    assert private_files() == variables
 
 
 def mode_of(path: Path) -> int:
