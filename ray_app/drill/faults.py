@@ -42,6 +42,12 @@ class DrillStopError(RayAppError):
     """Raised to end a run on purpose, so that it can be started again."""
 
 
+def address_of_actor(name: str) -> tuple[str, int]:
+    """Returns the address at which the rendezvous, or a parameter server, of this name listens now."""
+    address, _secret = ray.get(ray.get_actor(name).address_and_secret.remote())
+    return address
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The entries of a scenario: a JSON file in a folder that all nodes see for each fault that happened."""

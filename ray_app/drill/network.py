@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
-import ray
 import torch.distributed as dist
 
-from ray_app.drill.faults import MAX_WAIT_S, Evidence
+from ray_app.drill.faults import MAX_WAIT_S, Evidence, address_of_actor
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
 from ray_app.driver.run import Faults
 from ray_app.train.job import Hooks, Job
@@ -194,8 +193,7 @@ def _make_scenario(
 
     def observe(job: Job) -> None:
         if restores and not context.evidence.has("listening"):
-            address, _ = ray.get(ray.get_actor(job.rendezvous).address_and_secret.remote())
-            context.evidence.put("listening", address=address)
+            context.evidence.put("listening", address=address_of_actor(job.rendezvous))
 
     def confirm_cut(run: ScenarioResult) -> list[str]:
         entry, dropped_packets = run.evidence["cut"], run.evidence["restored" if restores else "silent"]

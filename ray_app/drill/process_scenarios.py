@@ -37,6 +37,7 @@ from ray_app.drill.faults import (
     SlowCommit,
     Stop,
     WaitForEvidence,
+    address_of_actor,
     make_driver_command,
 )
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, is_gone, unmet
@@ -279,13 +280,12 @@ def rendezvous(context: ScenarioContext) -> Scenario | str:
     kill = Kill(context.evidence, ["killed-0"], step + 1, [context.choose_rank()])
 
     def restart(_: dict[str, Any], job: Job) -> dict[str, Any]:
-        actor = ray.get_actor(job.rendezvous)
-        old_address, _secret = ray.get(actor.address_and_secret.remote())
-        ray.kill(actor, no_restart=False)
+        old_address = address_of_actor(job.rendezvous)
+        ray.kill(ray.get_actor(job.rendezvous), no_restart=False)
         new_address, deadline_s = old_address, time.monotonic() + _RENDEZVOUS_TIMEOUT_S
         # `ray.kill` does not wait for the death of the actor: the old process may still answer.
         while new_address == old_address and time.monotonic() < deadline_s:
-            new_address, _secret = ray.get(actor.address_and_secret.remote())
+            new_address = address_of_actor(job.rendezvous)
         return {"before": old_address, "after": new_address}
 
     def confirm(run: ScenarioResult) -> list[str]:

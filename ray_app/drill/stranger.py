@@ -1,9 +1,9 @@
 """The scenario `stranger`: a process without any secret attacks every port of the workers and of the rendezvous.
 
 It is what another user of a machine, or another host of the network, can do: hold connections, send garbage, endless
-frames, pickles and what it received, write into the stores at which process groups meet, and into files. Where the
-drill has the rights of root, the process has those of `nobody`. Meanwhile a worker is killed, so that a generation
-forms, too; not with parameter servers, where none forms.
+frames, pickles and what it received, write into the stores at which process groups meet, and into files. Started by
+root, the process becomes an unprivileged user. Meanwhile a worker is killed, so that a generation forms, too; not with
+parameter servers, where none forms.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import ray
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.drill.faults import MAX_WAIT_S, Evidence, Kill
+from ray_app.drill.faults import MAX_WAIT_S, Evidence, Kill, address_of_actor
 from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, unmet
 from ray_app.driver.run import Faults
 from ray_app.process import temporary_folder
@@ -43,7 +42,7 @@ _MAX_NAMED = 5
 _MAX_NEW_THREADS = 100
 _MAX_NEW_BYTES = 512 * 2**20
 _UNPRIVILEGED = 65534
-"""The user and the group `nobody`."""
+"""The user and the group that Linux gives to files without an owner; no account has rights by them."""
 
 
 @dataclass
@@ -113,8 +112,7 @@ def stranger(context: ScenarioContext) -> Scenario | str:
     def observe(job: Job) -> None:
         if not context.evidence.has("listening"):
             servers = server_names(job.paths, job.fence, job.config.train.servers) if has_servers else []
-            actors = map(ray.get_actor, [job.rendezvous, *servers])
-            addresses = [ray.get(actor.address_and_secret.remote())[0] for actor in actors]
+            addresses = [address_of_actor(name) for name in (job.rendezvous, *servers)]
             context.evidence.put("listening", addresses=addresses)
 
     def confirm(run: ScenarioResult) -> list[str]:

@@ -240,13 +240,10 @@ def test_only_a_worker_that_joins_after_the_first_kill_is_killed(
 
 
 def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = iter([1, 1, 1, 2])
-    actor = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: (("host", next(ports)), "secret")))
-    killed: list[Any] = []
-    fake = SimpleNamespace(
-        get_actor=lambda name: actor, get=lambda answer: answer, kill=lambda one, no_restart: killed.append(one)
-    )
+    ports, killed = iter([1, 1, 1, 2]), list[str]()
+    fake = SimpleNamespace(get_actor=lambda name: name, kill=lambda actor, no_restart: killed.append(actor))
     monkeypatch.setattr(process_scenarios, "ray", fake)
+    monkeypatch.setattr(process_scenarios, "address_of_actor", lambda name: ("host", next(ports)))
     scenario = process_scenarios.rendezvous(scenario_context(tmp_path))
     assert isinstance(scenario, Scenario)
     assert scenario.observe is not None
@@ -255,7 +252,7 @@ def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, m
     scenario.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
     entry = evidence.get("rendezvous_killed")
     assert entry is not None
-    assert (killed, entry["before"], entry["after"]) == ([actor], ["host", 1], ["host", 2])
+    assert (killed, entry["before"], entry["after"]) == (["its name"], ["host", 1], ["host", 2])
 
 
 def test_a_slow_worker_wastes_a_multiple_of_its_time(tmp_path: Path) -> None:
