@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,11 @@ def _compare_points(run: ScenarioResult, uri: str, records: dict[int, StepRecord
         points = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(runs[0].info.run_id, name)]
         expected_points = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]
         if points != expected_points:
+            pairs = zip_longest(points, expected_points)
+            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
             missing.append(
                 f"of {name} MLflow has {len(points)} points, {len(set(points))} of them different, instead of the"
-                f" {len(expected_points)} recorded"
+                f" {len(expected_points)} recorded; the first that differs is {found}, recorded is {expected}"
             )
     return missing
 

@@ -221,6 +221,9 @@ def means(records: Sequence[StepRecord]) -> dict[str, float]:
         ]
         over = sum(weight for _, weight in values)
         averages[name] = sum(value * weight for value, weight in values) / over if over else math.nan
+        # value * weight / weight may differ from the value in its last bit.
+        if len(values) == 1 and over:
+            averages[name] = values[0][0]
     return averages
 
 

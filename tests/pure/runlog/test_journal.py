@@ -254,6 +254,8 @@ def test_means_are_weighted_by_the_rows_or_weight_of_each_step() -> None:
     assert means([record_of(3), *steps])["right"] == (4 + 16) / 24, (
         "the mean of a metric is over the steps that have it"
     )
+    one = replace(record_of(1), loss=0.4258133252461751, weight=30.0)
+    assert means([one])["loss"] == one.loss, "times and divided by its weight it would have another last bit"
     assert "imbalance" not in make_step_point(steps, []).metrics, "one worker has no imbalance"
     metrics = make_step_point([steps[0], replace(steps[1], imbalance=1.25)], []).metrics
     assert metrics.keys() == STEP_METRICS | {"right"}, "these names are reserved for metrics of the step"
