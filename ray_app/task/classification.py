@@ -258,11 +258,11 @@ def mix_images(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmi
     """
     pastes = uniform(keys, _KIND) < (0.5 if mixup and cutmix else 1.0 if cutmix else 0.0)
     share = torch.where(pastes, _draw_beta(keys, cutmix), _draw_beta(keys, mixup))
-    rectangle, pasted = _draw_rectangles(keys, share, images.shape[-2], images.shape[-1])
+    lines, columns, pasted = _draw_rectangles(keys, share, images.shape[-2], images.shape[-1])
     kept = torch.where(pastes, 1 - pasted, share).to(torch.float32)
-    kept, pastes, rectangle = (to_device(values, images.device) for values in (kept, pastes, rectangle))
+    kept, pastes, lines, columns = (to_device(values, images.device) for values in (kept, pastes, lines, columns))
     other = images.roll(1, 0)
-    mixed = torch.where(rectangle[:, None], other, images)
+    mixed = torch.where(lines[:, None, :, None] & columns[:, None, None], other, images)
     if mixup:
         ratio = kept[:, None, None, None]
         mixed = torch.where(pastes[:, None, None, None], mixed, images * ratio + other * (1 - ratio))
@@ -281,15 +281,16 @@ def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
     return torch.from_numpy(0.5 + 0.5 * cosine * np.sqrt((1 - power) / (power + (1 - power) * cosine**2)))
 
 
-def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _draw_rectangles(keys: Tensor, share: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Draws a rectangle per row with 1 - share of the image's area, cut at the borders of the image.
 
-    Returns the pixels inside, bool (rows, height, width), and the share of the image that they cover, (rows,).
+    Returns its lines of pixels, bool (rows, height), its columns, bool (rows, width), and the share of the image that
+    it covers, float64 (rows,).
     """
-    inside = torch.ones(len(keys), height, width, dtype=torch.bool)
-    for salt, size, axis in ((_ROW, height, 1), (_COLUMN, width, 2)):
+    inside = []
+    for salt, size in ((_ROW, height), (_COLUMN, width)):
         center, half = (uniform(keys, salt) * size).floor()[:, None], ((1 - share).sqrt() * size / 2).floor()[:, None]
         position = torch.arange(size)[None]
-        line = (position >= center - half) & (position < center + half)
-        inside &= line.unsqueeze(3 - axis)
-    return inside, inside.to(torch.float64).mean((1, 2))
+        inside.append((position >= center - half) & (position < center + half))
+    lines, columns = inside
+    return lines, columns, (lines.sum(1) * columns.sum(1)).to(torch.float64) / (height * width)
