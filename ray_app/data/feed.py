@@ -120,16 +120,23 @@ class Feed:
         cursor = self._cursor
         if self._order.epoch != cursor.epoch:
             self._order = self._plan.epoch(cursor.epoch)
-        window_key = self._window_key(cursor)
         for stream in self._streams:
-            self._advance(stream, window_key)
+            self._advance(stream, self._window_key(cursor))
         steps = self._steps_from(cursor.step, 1 if self._uses_thread else self._block_steps)
         self._gathered.extend(_gather(self._current_windows(), steps, self._upload))
 
     def _gather_ahead(self) -> None:
-        """Starts gathering the steps behind the gathered ones in the thread, unless they are in the next window."""
-        first = self._cursor.step + len(self._gathered)
-        if first % self._plan.steps_per_window and (steps := self._steps_from(first, self._block_steps)):
+        """Starts gathering the epoch's steps behind the gathered ones in the thread, if their windows have been read.
+
+        A window may be left before its last steps have been taken; if `seek` returns to these, it is read again.
+        """
+        cursor = Cursor(self._cursor.epoch, self._cursor.step + len(self._gathered))
+        steps, window_key = self._steps_from(cursor.step, self._block_steps), self._window_key(cursor)
+        waiting = [stream for stream in self._streams if not self._has_window(stream, window_key)]
+        is_read = all(stream.windows.has_next(len(stream.logical_workers)) for stream in waiting)
+        if steps and is_read and self._order.epoch == cursor.epoch:
+            for stream in waiting:
+                self._advance(stream, window_key)
             self._pending = self._gather_thread.submit(_gather, self._current_windows(), steps, self._upload)
 
     def _window_key(self, cursor: Cursor) -> WindowKey:
@@ -179,7 +186,9 @@ def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[
         return [list(step_batches) for step_batches in zip(*(w.micro_batches(steps) for w in windows), strict=True)]
     # Step by step, so that each is on its way to the device while the next one is gathered.
     return [
-        upload.send([batch for window in windows for batch in window.micro_batches(range(step, step + 1))])
+        upload.send(
+            [batch for window in windows for batch in window.micro_batches(range(step, step + 1), is_locked=True)]
+        )
         for step in steps
     ]
 

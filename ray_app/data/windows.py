@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -153,10 +153,14 @@ class Window:
             self._prepared |= zip(block, self.micro_batches(block), strict=True)
         return self
 
-    def micro_batches(self, steps: range) -> list[MicroBatch]:
-        """Returns the micro-batches of consecutive steps of the epoch, in host memory."""
+    def micro_batches(self, steps: range, is_locked: bool = False) -> list[MicroBatch]:
+        """Returns the micro-batches of consecutive steps of the epoch, in host memory.
+
+        With `is_locked` rows that were not gathered before are gathered into page-locked memory, which a copy to a
+        device needs.
+        """
         is_block = len(steps) > 1 and self._can_gather_blocks and steps[0] not in self._prepared
-        return self._gather_block(steps) if is_block else [self._micro_batch(step) for step in steps]
+        return self._gather_block(steps) if is_block else [self._micro_batch(step, is_locked) for step in steps]
 
     def _gather_block(self, steps: range) -> list[MicroBatch]:
         """Gathers several steps with the calls of one."""
@@ -178,7 +182,7 @@ class Window:
             start += rows
         return batches
 
-    def _micro_batch(self, step: int) -> MicroBatch:
+    def _micro_batch(self, step: int, is_locked: bool) -> MicroBatch:
         # The thread that still gathers for a cursor that the feed has left may take the same step at the same time.
         prepared = self._prepared.pop(step, None)
         if prepared is not None:
@@ -197,7 +201,7 @@ class Window:
             keys = keys[~bad]
             positions = positions[~bad]
             row_hash = int(hash_array(_ROW, positions).sum(dtype=np.uint64))
-        fields = gather_rows(self._fields, index)
+        fields = gather_rows(self._fields, index, is_locked)
         return MicroBatch(
             self._logical_worker, len(index), fields, torch.from_numpy(keys), row_hash, positions, reasons, num_skipped
         )
@@ -212,14 +216,15 @@ def as_storage(arrays: Arrays) -> Storage:
         }
 
 
-def gather_rows(fields: Storage, index: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+def gather_rows(fields: Storage, index: npt.NDArray[np.int64], is_locked: bool = False) -> dict[str, Tensor]:
     """Returns the rows at `index` as the batch that a task gets, see `ray_app.task.ragged.to_batch`."""
     batch, rows = dict[str, Tensor](), torch.from_numpy(index)
     for name, values in fields.items():
         if isinstance(values, Ragged):
             batch |= values.batch(name, index)
         else:
-            batch[name] = values.index_select(0, rows)
+            target = values.new_empty((len(rows), *values.shape[1:]), pin_memory=is_locked)
+            batch[name] = torch.index_select(values, 0, rows, out=target)
     return batch
 
 
@@ -228,6 +233,10 @@ class Windows(Protocol):
 
     def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
         """Returns the next window; callers take windows in the order of epochs, windows and logical workers."""
+        ...
+
+    def has_next(self, count: int) -> bool:
+        """Returns whether the next `count` windows can be taken without waiting and without an error."""
         ...
 
     def close(self) -> None:
@@ -245,6 +254,10 @@ class CachedWindows:
         """Returns a window, see `Windows.take`."""
         positions = order.stored_positions(logical_worker, window)[order.window_order(logical_worker, window)]
         return Window(order, logical_worker, window, self._fields, positions, positions, self._reasons)
+
+    def has_next(self, count: int) -> bool:
+        """Returns True: all rows are in memory."""
+        return True
 
     def close(self) -> None:
         """Does nothing: the memory belongs to the cache."""
@@ -293,6 +306,12 @@ class StreamedWindows:
         window_id, next_window = item
         assert window_id == (order.epoch, window, logical_worker), f"windows out of order: {window_id}"
         return next_window
+
+    def has_next(self, count: int) -> bool:
+        """See `Windows.has_next`."""
+        with self._ready.mutex:
+            items = list(islice(self._ready.queue, count))
+        return len(items) == count and not any(isinstance(item, BaseException) for item in items)
 
     def close(self) -> None:
         """Stops reading and drops the windows that were read ahead."""
