@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
@@ -27,6 +28,8 @@ from ray_app.task.transforms import Spec, instantiate_module
 
 _TARGETS = "targets"
 """The argument of a module that gets the tokens to predict; without it, nanoGPT gives scores of one token only."""
+_MAX_LOSS_BYTES = 256 << 20
+"""The scores that cross-entropy computes at once have at most this size in float32."""
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """The attributes of models of `transformers` that weight `aux_loss`."""
 
@@ -173,12 +176,9 @@ class CausalLanguageModel(Task):
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         outputs = _call(model, tokens, lengths)
         logits, labels = _logits(outputs, tokens), tokens[:, 1:]
-        losses = functional.cross_entropy(
-            logits[:, : labels.shape[1]].flatten(0, 1), labels.flatten(), reduction="none"
-        )
         # Labels beyond the length of a row are padding.
         is_token = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
-        loss_sums = torch.where(is_token, losses.view_as(labels), 0).sum(1)
+        loss_sums = torch.where(is_token, _token_losses(logits, labels), 0).sum(1)
         computed = {"logits": logits, "losses": loss_sums, "tokens": is_token.sum(1)}
         if model.training and (auxiliary := _auxiliary_loss(model, outputs)) is not None:
             computed["aux_loss"] = auxiliary
@@ -250,6 +250,25 @@ class CausalLanguageModel(Task):
 
 def _is_of_transformers(model: Any) -> bool:
     return hasattr(model, "save_pretrained")
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the cross-entropy of each label, (rows, labels), from the scores at its position.
+
+    Many scores are processed in parts, and a part again in backward, so that no copy of all scores in float32 exists:
+    with a vocabulary of 128,000 tokens that of 8,000 positions has 4 GB. The bits do not depend on the parts.
+    """
+    rows, length = labels.shape
+    at_once = max(1, _MAX_LOSS_BYTES // (4 * logits.shape[-1]))
+    if rows * length <= at_once:
+        flat = logits[:, :length].flatten(0, 1)
+        return functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+    parts = [
+        checkpoint(functional.cross_entropy, *part, reduction="none", use_reentrant=False, preserve_rng_state=False)
+        for one in zip(logits.unbind(), labels, strict=True)
+        for part in zip(one[0][:length].split(at_once), one[1].split(at_once), strict=True)
+    ]
+    return torch.cat(parts).view_as(labels)
 
 
 def _call(model: Any, tokens: Tensor, lengths: Tensor) -> Any:

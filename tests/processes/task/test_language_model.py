@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import load_model, write_export
+from ray_app.task import language_model as module
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.losses import sum_losses
 from ray_app.task.metrics import combine, score
@@ -146,6 +147,33 @@ def test_the_loss_is_the_mean_over_tokens_without_padding() -> None:
     assert outputs["tokens"].tolist() == [4, 0, 2, 0]
     message = task.predictions({name: value.detach() for name, value in outputs.items()}, batch)
     assert message["loss"][0] == pytest.approx(sum(losses[:4]) / 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_loss_in_parts_has_the_bits_of_the_whole_and_keeps_no_copy_of_the_scores(
+    precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    scores, labels = torch.randn(3, 8, WORDS).to(precision), torch.randint(0, WORDS, (3, 7))
+    found = []
+    for positions in (24, 7, 3, 1):
+        monkeypatch.setattr(module, "_MAX_LOSS_BYTES", 4 * WORDS * positions)
+        logits, saved = scores.clone().requires_grad_(), list[Tensor]()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t),
+            torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16),
+        ):
+            losses = module._token_losses(logits, labels)
+        losses.sum().backward()
+        found.append((losses, logits.grad))
+        if positions < 24:
+            # Only views of the scores are kept.
+            memory = logits.untyped_storage().data_ptr()
+            assert not [t for t in saved if t.is_floating_point() and t.untyped_storage().data_ptr() != memory]
+    for losses, gradient in found:
+        assert losses.dtype == torch.float32
+        assert torch.equal(losses, found[0][0])
+        assert torch.equal(gradient, found[0][1])
 
 
 def test_gradients_with_gradient_checkpointing_are_bit_identical() -> None:
