@@ -76,7 +76,7 @@ picture: $(INSTALLED) ## draw docs/architecture.svg from the imports
 
 DEVICE ?= cuda
 
-gpu: ## what only a GPU can show, within nine minutes; DEVICE=cpu: that it runs
+gpu: ## what only a GPU can show, within eight minutes; DEVICE=cpu: that it runs
 	$(BIN)/python benchmarks/gpu.py --device $(DEVICE)
 
 dist: sbom ## source archive and wheel in build/dist, checked as an index would; and the SBOM

@@ -1,12 +1,12 @@
-"""All checks and measurements that need a GPU, on one GPU, within nine minutes; with two or more also NCCL.
+"""All checks and measurements that need a GPU, on one GPU, within eight minutes; with two or more also NCCL.
 
 make gpu                     # or: python benchmarks/gpu.py
 make gpu DEVICE=cpu          # a dry run: small sizes, a few minutes; the measurements say nothing
 
 Needs the requirements of the application, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md,
-and writes it as JSON. A line that fails reports the error, with the end of its traceback on stderr, and the others
-continue, unless it is the line "start": all others would fail for the same reason. Lines for which no time was left are
-listed. The exit code is 1 if a check failed.
+and writes it as JSON after every line, into the folder `$OUT` if that is set. A line that fails reports the error, with
+the end of its traceback on stderr, and the others continue, unless it is the line "start": all others would fail for
+the same reason. Lines for which no time was left are listed. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.gpu_workers import Bench
 from benchmarks.harness import ROOT
 from ray_app.task import environment
 
-TOTAL_S, GRACE_S = 500.0, 25.0
+TOTAL_S, GRACE_S = 455.0, 25.0
 ORDER = (
     # The most informative lines come first; lines that are slow without a warm cache come last.
     "names of libraries",
@@ -44,27 +44,30 @@ ORDER = (
     "NCCL, a group of one",
     "bits: ResNet-18, batch-norm",
     "bits: transformer, dropout",
-    "bits: checkpoint, resume at another W",
     "bits: capture",
+    "bits: ResNet-18, bf16, channels last",
+    "bits: ResNet-18 on a device that is nearly full",
+    "bits: checkpoint, resume at another W",
     "bits: NCCL, a GPU each",
     "SIGKILL of a worker, in place",
     "Ray: SIGKILL to the next step",
+    "copies: host to device, device to host",
+    "an error of the device in a child",
+    "ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph",
+    "small step: captured / eager",
+    "profile of a step: kernels, gaps",
+    "bits: detection, RoIAlign",
+    "bits: ResNet-18, fp16",
+    "memory: exact at W = L / torch's DDP",
+    "stall of a checkpoint with 1 GB of state",
+    "step on 2 workers: exact, overlapped / plain DDP",
     "NCCL: overlap of the reduction in a profile",
     "bits: fsdp",
     "bits: fsdp, cpu_offload",
     "bits: central_storage",
     "bits: local_sgd, 2 local steps",
     "bits: parameter_server",
-    "bits: ResNet-18, bf16, channels last",
     "bits: transformer, bf16",
-    "bits: ResNet-18, fp16",
-    "bits: detection, RoIAlign",
-    "memory: exact at W = L / torch's DDP",
-    "ResNet-50, bf16, channels last, batch 256, in memory: images/s / bare loop as a CUDA graph",
-    "small step: captured / eager",
-    "step on 2 workers: exact, overlapped / plain DDP",
-    "stall of a checkpoint with 1 GB of state",
-    "profile of a step: kernels, gaps",
     "memory of each strategy",
     "recipe of CIFAR-10's size: s per epoch",
     "bits: transformer, compile",
@@ -111,16 +114,17 @@ class Table:
         print(", ".join(f"{name}: {value}" for name, value in machine.items()) + f"\n\n{HEAD}", flush=True)
 
     def tell(self, result: Result) -> None:
-        """Adds a line to the table; its traceback goes to stderr."""
+        """Adds a line to the table and to the file; its traceback goes to stderr."""
         self.results.append(result)
+        # The process may be killed before its end.
+        self._out.parent.mkdir(parents=True, exist_ok=True)
+        self._out.write_text(json.dumps(as_json(self._machine, self.results), indent=1) + "\n")
         print(result.row(), flush=True)
         if result.trace:
             print("\n".join(f"    {line}" for line in result.trace.splitlines()), file=sys.stderr, flush=True)
 
     def end(self) -> int:
-        """Writes the file; returns the exit code."""
-        self._out.parent.mkdir(parents=True, exist_ok=True)
-        self._out.write_text(json.dumps(as_json(self._machine, self.results), indent=1) + "\n")
+        """Prints what has failed; returns the exit code."""
         failed = [result.name for result in self.results if result.status == "failed"]
         print(
             f"\n{len(self.results)} lines in {self._out}; "
@@ -144,14 +148,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
     parser.add_argument("--total-s", type=float, default=TOTAL_S, help="seconds after which lines are left out")
-    parser.add_argument("--out", type=Path, help="the JSON file; not given: build/gpu/NAME-OF-THE-GPU.json")
+    parser.add_argument("--out", type=Path, help="the JSON file; default: NAME-OF-THE-GPU.json in $OUT or build/gpu")
     parser.add_argument("--only", default="", help="lines whose name holds this")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("There is no GPU here that this PyTorch can use. A dry run: make gpu DEVICE=cpu")
     machine = describe(options.device)
     lines = [line for line in LINES if options.only in line.name]
-    out = options.out or ROOT / "build" / "gpu" / f"{re.sub(r'[^A-Za-z0-9]+', '-', machine['device'])}.json"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", machine["device"])
+    out = options.out or Path(os.environ.get("OUT") or ROOT / "build" / "gpu") / f"{name}.json"
     table = Table(machine, out)
     last = threading.Timer(options.total_s + GRACE_S, table.give_up, [lines])
     last.daemon = True

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from benchmarks.gpu_digests import network
 from benchmarks.gpu_lines import Line, Outcome
-from benchmarks.gpu_loops import WARM_UP
 from benchmarks.gpu_speed import trace_of
 from benchmarks.gpu_workers import Bench
 from benchmarks.joining import AT, DieOnce
@@ -104,7 +103,7 @@ def reduction_hidden(bench: Bench) -> Outcome:
     """Measures the part of the reduction that overlaps with backward: two workers with a GPU each, both reductions."""
     figures: dict[str, Any] = {}
     for reduction in ("exact", "overlapped"):
-        last = WARM_UP + 3
+        last = bench.sizes.warm_up + 3
         fields = {"train__max_steps": last, "train__epochs": 1000, "train__profile_steps": [last - 1, last - 1]}
         batch = bench.sizes.digest_batch
         job = bench.job(

@@ -30,6 +30,7 @@ from tests.support.shipped_data import write_shipped_data
 L = 4
 STEPS, DEATHS = 4, 3
 WORKERS = (1, 2, 4)
+_LEFT_BYTES = 400 << 20
 BF16 = {"train__precision": "bf16", "train__channels_last": True}
 
 
@@ -73,6 +74,40 @@ def digests(
     else:
         text = f"W = {', '.join(map(str, workers))}: {digest_by_size[workers[0]][:12]}"
     return Outcome(text, same and all(run_steps == steps[0] for run_steps in steps), {"digests": digest_by_size})
+
+
+class Fill:
+    """A hook for `Hooks.at`: fills the device of each worker before its first step, but for some memory.
+
+    Args:
+        left_bytes: Memory that stays free.
+    """
+
+    def __init__(self, left_bytes: int) -> None:
+        self._left_bytes, self._ballast = left_bytes, list[torch.Tensor]()
+
+    def __call__(self, phase: str, rank: int, step: int) -> None:
+        """Called at each phase."""
+        if not self._ballast and phase == "data":
+            free, _ = torch.cuda.mem_get_info()
+            self._ballast.append(torch.empty(max(0, free - self._left_bytes), dtype=torch.uint8, device="cuda"))
+
+
+def nearly_full(bench: Bench) -> Outcome:
+    """Compares the digest on a device with a few hundred MB of free memory to the usual one.
+
+    cuDNN tries its algorithms in turn and skips those that lack memory, without a word.
+    """
+    if bench.device == "cpu":
+        raise NotYetError("a dry run has no device whose memory could be filled")
+    found = []
+    for hooks in (Hooks(), Hooks(at=Fill(_LEFT_BYTES))):
+        fields = {"logical_workers": L, "batch": bench.sizes.digest_batch, "train__max_steps": STEPS}
+        with bench.pool(1) as pool:
+            run = bench.trained(pool, bench.job(network(bench), bench.small, **fields), 1, hooks=hooks)
+        found.append(run.commit.params_digest)
+    text = f"with {_LEFT_BYTES / 1e6:,.0f} MB of free memory {found[1][:12]}, else {found[0][:12]}"
+    return Outcome(text, found[0] == found[1], {"digests": found})
 
 
 def compare_digests(make: Callable[[Bench], Task], **fields: Any) -> Callable[[Bench], Outcome]:
@@ -206,6 +241,7 @@ LINES = [
     Line("bits: ResNet-18, batch-norm", compare_digests(network), 60, "equal"),
     Line("bits: transformer, dropout", compare_digests(transformer), 40, "equal"),
     Line("bits: ResNet-18, bf16, channels last", compare_digests(network, **BF16), 40, "equal"),
+    Line("bits: ResNet-18 on a device that is nearly full", nearly_full, 30, "equal"),
     Line("bits: transformer, bf16", compare_digests(transformer, train__precision="bf16"), 40, "equal"),
     Line("bits: ResNet-18, fp16", compare_digests(network, train__precision="fp16"), 40, "equal"),
     Line("bits: detection, RoIAlign", detected, 60, "equal"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_models import CLASSES, Sizes, resnet
 
-WARM_UP = 3
-"""Steps before the first that counts: allocations, autotuning, compilation."""
+_BEFORE_CAPTURE = 3
+"""Eager steps before a capture."""
 
 
 @dataclass(frozen=True)
@@ -25,20 +26,22 @@ class Clock:
     """A hook for `Hooks.after_step`: rank 0 notes the end of each step, and the peak memory of its device.
 
     Args:
-        file: File with a JSON line per step: `at_s`, the seconds of all steps from `WARM_UP` on, and `peak_bytes`, 0
+        file: File with a JSON line per step: `at_s`, the seconds of all steps from `first` on, and `peak_bytes`, 0
             without a device.
+        first: The last step of the warm-up.
         last: The last step.
     """
 
     file: str
+    first: int
     last: int
 
     def __call__(self, rank: int, step: int) -> None:
         """Called after every step."""
-        if rank or step < WARM_UP:
+        if rank or step < self.first:
             return
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        if cuda and step in (WARM_UP, self.last):
+        if cuda and step in (self.first, self.last):
             torch.cuda.synchronize()
         with Path(self.file).open("a") as file:
             file.write(
@@ -49,7 +52,7 @@ class Clock:
             )
 
     def read(self) -> tuple[list[float], int]:
-        """Returns the seconds of the steps after `WARM_UP`, and the peak memory of the device in bytes."""
+        """Returns the seconds of the steps after the warm-up, and the peak memory of the device in bytes."""
         lines = [json.loads(line) for line in Path(self.file).read_text().splitlines()]
         at_s = [line["at_s"] for line in lines]
         return [b - a for a, b in pairwise(at_s)], lines[-1]["peak_bytes"]
@@ -68,13 +71,17 @@ def _batches(rows: int, pixels: int, device: torch.device) -> list[tuple[Tensor,
     return [(x.pin_memory(), y.pin_memory()) for x, y in batches] if device.type == "cuda" else batches
 
 
-def bare_loop(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> float:
+def bare_loop(rank: int, store: Path, name: str, sizes: Sizes, is_deterministic: bool) -> float:
     """Returns the seconds per step of a ResNet in bf16 and channels last with data in pinned memory; on a GPU the whole
     step is one CUDA graph.
+
+    With `is_deterministic` it uses deterministic kernels only, as this application does; otherwise the fastest ones.
     """
     del rank, store
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not is_deterministic
+    torch.use_deterministic_algorithms(is_deterministic)
     torch.set_num_threads(1)
     model = resnet(sizes, name).build_model().to(device).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
@@ -93,8 +100,8 @@ def bare_loop(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> fl
 
     run = _captured(step) if device.type == "cuda" else step
     began_s = 0.0
-    for i in range(WARM_UP + steps):
-        if i == WARM_UP:
+    for i in range(sizes.warm_up + sizes.steps):
+        if i == sizes.warm_up:
             _synchronize(device)
             began_s = time.perf_counter()
         images, labels = batches[i % len(batches)]
@@ -102,7 +109,7 @@ def bare_loop(rank: int, store: Path, name: str, sizes: Sizes, steps: int) -> fl
         y.copy_(labels, non_blocking=True)
         run()
     _synchronize(device)
-    return (time.perf_counter() - began_s) / steps
+    return (time.perf_counter() - began_s) / sizes.steps
 
 
 def _captured(step: Any) -> Any:
@@ -110,7 +117,7 @@ def _captured(step: Any) -> Any:
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
-        for _ in range(WARM_UP):
+        for _ in range(_BEFORE_CAPTURE):
             step()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +131,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, steps: int) -> tuple[float, int]:
+def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, sizes: Sizes) -> tuple[float, int]:
     """Trains with PyTorch's own DDP over gloo with Adam, all processes on the first GPU.
 
     Returns:
@@ -138,8 +145,8 @@ def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, st
         wrapped = nn.parallel.DistributedDataParallel(model.to(device))
         optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.001, fused=True)
         batches, began_s = _batches(rows, 32, device), 0.0
-        for i in range(WARM_UP + steps):
-            if i == WARM_UP:
+        for i in range(sizes.warm_up + sizes.steps):
+            if i == sizes.warm_up:
                 _synchronize(device)
                 began_s = time.perf_counter()
             x, y = (tensor.to(device, non_blocking=True) for tensor in batches[i % len(batches)])
@@ -148,6 +155,6 @@ def plain_ddp(rank: int, store: Path, model: nn.Module, size: int, rows: int, st
             optimizer.step()
         _synchronize(device)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        return (time.perf_counter() - began_s) / steps, peak
+        return (time.perf_counter() - began_s) / sizes.steps, peak
     finally:
         dist.destroy_process_group()

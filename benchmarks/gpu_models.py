@@ -24,6 +24,7 @@ class Sizes:
         large_rows: Number of images of `large_pixels` x `large_pixels`.
         large_pixels: Height and width of the large images.
         large_batch: Rows of a step over the large images.
+        warm_up: Steps before the first that counts: allocations, autotuning, compilation, comparisons of graphs.
         steps: Steps that are measured.
         rounds: Repetitions of a measurement.
         digest_batch: Rows of a step in checks of digests.
@@ -36,6 +37,7 @@ class Sizes:
     large_rows: int
     large_pixels: int
     large_batch: int
+    warm_up: int
     steps: int
     rounds: int
     digest_batch: int
@@ -44,8 +46,8 @@ class Sizes:
     patch_width: int
 
 
-ON_GPU = Sizes(50_000, 2048, 224, 256, 20, 2, 64, 512, 4600, 256)
-DRY = Sizes(128, 32, 64, 8, 10, 1, 8, 32, 256, 32)
+ON_GPU = Sizes(50_000, 16_384, 224, 256, 20, 20, 2, 64, 512, 4600, 256)
+DRY = Sizes(128, 32, 64, 8, 3, 10, 1, 8, 32, 256, 32)
 
 
 class Transformer(ImageClassification):

@@ -115,9 +115,12 @@ class Bench:
         store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         return pool.call(size, work, job, size, store.port, self.device, own_gpus, hooks)
 
-    def trained(self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False) -> TrainedRun:
+    def trained(
+        self, pool: WorkerPool, job: Job, size: int, own_gpus: bool = False, hooks: Hooks = Hooks()
+    ) -> TrainedRun:
         """Trains to the end; returns the stored run."""
-        failed = [outcome.trace for outcome in self.outcomes(pool, job, size, own_gpus) if outcome.error is not None]
+        outcomes = self.outcomes(pool, job, size, own_gpus, hooks)
+        failed = [outcome.trace for outcome in outcomes if outcome.error is not None]
         if failed:
             raise RuntimeError(failed[0])
         return read_trained_run(job)
