@@ -206,10 +206,12 @@ def _main(plan: dict[str, Any]) -> None:
         os.setgroups([])
         os.setgid(_UNPRIVILEGED)
         os.setuid(_UNPRIVILEGED)
-    counts = _attack(plan["seconds"], plan["marker"], [(host, port) for host, port in plan["addresses"]])
+    addresses = [(host, port) for host, port in plan["addresses"]]
+    counts = _attack(plan["seconds"], plan["marker"], addresses)
     # Without the rights of root this process may write to all files of the user.
     writable = _find_writable(plan["folders"]) if is_root else []
-    print(json.dumps({"uid": os.getuid(), "writable": writable, **counts}))
+    hosts = sorted({host for host, _ in addresses})
+    print(json.dumps({"uid": os.getuid(), "writable": writable, "hosts": hosts, **counts}))
 
 
 if __name__ == "__main__":

@@ -29,3 +29,5 @@ def test_a_stranger_changes_nothing_in_a_run(digits: Path, tmp_path: Path, field
     attack = scenario["evidence"]["stranger-0"]
     assert attack["connections"] > 100
     assert not attack["executed"]
+    # The cluster is this machine alone: nothing of the workers, the rendezvous and the servers is open to others.
+    assert not {"0.0.0.0", "::"}.intersection(attack["hosts"])
