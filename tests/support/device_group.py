@@ -82,7 +82,7 @@ class DeviceGroup(dist.ProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, options: Any = None) -> None:
         super().__init__(rank, size)
-        self._messages = store
+        self._messages, self._has_store = store, True
         self._host = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._host._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -218,9 +218,10 @@ class DeviceGroup(dist.ProcessGroup):
 
     def _has_arrived(self, key: str) -> bool:
         try:
-            return self._messages.check([key])
+            return self._has_store and self._messages.check([key])
         # The store has ended with a peer, or this process has shut down its connection.
         except RuntimeError:
+            self._has_store = False
             return False
 
     def take(self, key: str) -> bytes:
