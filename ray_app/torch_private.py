@@ -166,7 +166,7 @@ def nonblocking_options(timeout: timedelta) -> Any:
 
     The result is None if torch has no such options.
     """
-    nccl = getattr(distributed_c10d, "ProcessGroupNCCL", None)
+    nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)
     if not hasattr(nccl, "NCCLConfig"):
         return None
     options = nccl.Options()

@@ -117,15 +117,9 @@ def test_a_removed_fix_is_noticed(tmp_path: Path, name: str) -> None:
     file = tmp_path / "ray_app" / fix.file
     assert file.read_text().count(fix.code) == 1
     path, _, test = fix.test.partition("::")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path, "-k", test, "-m", ""]
-
-    def run() -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-
-    passed = run()
-    assert passed.returncode == 0, passed.stdout
     file.write_text(file.read_text().replace(fix.code, fix.without))
-    failed = run()
-    assert failed.returncode == 1, failed.stdout
-    assert " failed" in failed.stdout
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", path, "-k", test, "-m", ""]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    # The exit status of pytest is another one if it finds no test.
+    assert result.returncode == 1, result.stdout
