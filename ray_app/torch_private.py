@@ -137,14 +137,10 @@ def is_group_open(group: Any) -> bool:
 
 @contextmanager
 def backends_created_by(call: Callable[[Callable[[], Any]], Any], names: Iterable[str]) -> Iterator[None]:
-    """Lets `call` call the functions that create backends of process groups, for example in another thread.
+    """Lets `call` call the functions that create backends with these names, for example in another thread.
 
     Without it nothing ends the wait in the constructor of `ProcessGroupNCCL2` for a peer that was lost. torch 2.13 and
-    2.14 create their own backends without these functions.
-
-    Args:
-        call: Calls its argument, and returns the result.
-        names: torch's names of the backends.
+    2.14 create NCCL's older class without such a function.
     """
     backends, plugins = dist.Backend, dist.Backend._plugins
     for name in names if hasattr(backends, "_ensure_backend_registered") else ():
@@ -161,13 +157,13 @@ def backends_created_by(call: Callable[[Callable[[], Any]], Any], names: Iterabl
         plugins |= originals
 
 
-def nonblocking_options(timeout: timedelta) -> Any:
+def nonblocking_options(backends: str, timeout: timedelta) -> Any:
     """Returns options with which NCCL connects within a time-out, where it would wait for ever for a lost peer.
 
-    The result is None if torch has no such options.
+    torch passes them to no other backend. The result is None without NCCL, or if it has no such options.
     """
     nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)
-    if not hasattr(nccl, "NCCLConfig"):
+    if "nccl" not in backends or not hasattr(nccl, "NCCLConfig"):
         return None
     options = nccl.Options()
     options.config.blocking, options._timeout = 0, timeout

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -101,16 +101,12 @@ class ProcessGroup:
         messages.open_session(generation.number, generation.rank, generation.key)
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
         backends = [part.rpartition(":")[2] for part in name.split(",")] if self.has_device_collectives else []
+        has_stages = self.has_device_collectives or not kind_of(device).is_host
         with backends_created_by(self._connect, backends):
             init_default_group(
                 name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
             )
-            self.groups = open_stage_groups(
-                generation.rank,
-                generation.hosts,
-                _FORM_TIMEOUT,
-                self.has_device_collectives or not kind_of(device).is_host,
-            )
+            self.groups = open_stage_groups(generation.rank, generation.hosts, _FORM_TIMEOUT, has_stages)
         for group in {None, *self.groups}:
             set_timeout(_COLLECTIVE_TIMEOUT, group)
         if not self.is_aborted:
@@ -127,13 +123,10 @@ class ProcessGroup:
             self.check_device_errors()
 
     def _connect(self, create: Callable[[], Any]) -> Any:
-        """Returns the backend that `create` returns when it has connected to all peers, unless the group is aborted.
+        """Returns what `create` returns when it has connected to all peers; raises PeerLostError after an abort.
 
-        Another thread calls `create`, because nothing ends the wait of NCCL for a lost peer but its time-out. After an
-        abort that thread is on its own, and nothing uses what it returns.
-
-        Raises:
-            PeerLostError: Another thread has aborted the group meanwhile.
+        Another thread calls `create`, because only a time-out ends the wait of NCCL for a lost peer. After an abort
+        nothing uses what that thread returns.
         """
         connecting = self._connecting = Future[Any]()
         if self.is_aborted:
@@ -143,16 +136,14 @@ class ProcessGroup:
             try:
                 kind_of(self._device).use(self._device)
                 backend = create()
-            except BaseException as error:
                 if connecting.set_running_or_notify_cancel():
+                    connecting.set_result(backend)
+                else:
+                    backend.abort()
+            except Exception as error:
+                # After an abort nothing needs the error; that of gloo is that it has no abort.
+                with suppress(InvalidStateError):
                     connecting.set_exception(error)
-                return
-            if connecting.set_running_or_notify_cancel():
-                connecting.set_result(backend)
-                return
-            # gloo has no abort.
-            with suppress(RuntimeError):
-                backend.abort()
 
         threading.Thread(target=connect, name="connect", daemon=True).start()
         try:
@@ -295,12 +286,7 @@ class ProcessGroup:
 
 @contextmanager
 def open_group_of_one(device: torch.device, backend: str) -> Iterator[None]:
-    """Makes torch's default process group with this process alone, and destroys it at the end of the block.
-
-    Args:
-        device: The device.
-        backend: Value of `train.backend`.
-    """
+    """Makes torch's default process group with this process alone, and destroys it at the end of the block."""
     init_default_group(backend_name(device, backend), device, HashStore(), 0, 1)
     try:
         yield
@@ -312,14 +298,8 @@ def open_group_of_one(device: torch.device, backend: str) -> Iterator[None]:
 def prove_device(device: torch.device, backend: str) -> None:
     """Allocates, computes and communicates on a device alone, once in a process, as a generation does with others.
 
-    A worker calls it before it joins the others: a failure in this process would keep them waiting when they form.
-
-    Args:
-        device: The device.
-        backend: Value of `train.backend`, `gloo` if workers share a GPU.
-
-    Raises:
-        RuntimeError: The device or its communication does not work.
+    A worker calls it before it joins the others: a failure in this process would keep them waiting when they form. The
+    argument `backend` is that of `ProcessGroup.open`.
     """
     if kind_of(device).is_host:
         return
@@ -344,11 +324,7 @@ def _free_shared_memory() -> int:
 
 
 def describe_failed_forms(error: str) -> str:
-    """Returns the message for a run in which NCCL fails to connect the workers, although all of them live.
-
-    Args:
-        error: What the last try has raised.
-    """
+    """Returns the message for a run in which NCCL fails to connect the workers, the last time with this error."""
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "not set")
     return (
         "NCCL has failed twice to connect the workers, although none of them was lost. The usual causes are"
@@ -379,13 +355,8 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
         world_size=size,
         timeout=_FORM_TIMEOUT,
         device_id=device if is_of_device else None,
-        pg_options=_group_options(name, _FORM_TIMEOUT),
+        pg_options=nonblocking_options(name, _FORM_TIMEOUT),
     )
-
-
-def _group_options(name: str, timeout: timedelta) -> Any:
-    """Returns the options of groups of a backend, which torch passes to NCCL alone; None without NCCL."""
-    return nonblocking_options(timeout) if "nccl" in name else None
 
 
 def _abort_group(group: Any) -> None:
@@ -430,7 +401,7 @@ def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, use
     # Every rank has to call `new_group` for all groups, also for groups that it does not belong to.
     backends = dist.get_backend_config()
     groups = [
-        {ranks: dist.new_group(ranks, timeout, pg_options=_group_options(backends, timeout)) for ranks in stage}
+        {ranks: dist.new_group(ranks, timeout, pg_options=nonblocking_options(backends, timeout)) for ranks in stage}
         for stage in stages
     ]
     return tuple(group for stage in groups for ranks, group in stage.items() if rank in ranks)

@@ -4,7 +4,7 @@ A collective spins until all ranks have arrived or until this rank itself aborts
 data through the group's store, so that the end, the abort or the close of one closes nothing of another: only a
 rendezvous shows that a peer is lost, or `watch_peers` in its place. An aborted collective leaves finite garbage, and
 the next one raises the error. Floating-point tensors and broadcast ones stand for tensors on a device; all others are
-tensors of the host, for which a real gloo group is used, whose connections end with a peer.
+tensors of the host, for which a real gloo group is used; its connections end with a peer.
 
 `wait()` orders streams, so it does not say whether the collective has succeeded. What computes here runs at once, so
 `wait()` spins, too, where a GPU would go on until the host synchronizes.
@@ -61,7 +61,7 @@ class DeviceGroup(dist.ProcessGroup):
             the collective.
         aborting: Is set when an abort of the group has begun.
         aborted: Is set when the group is aborted.
-        waits_for: The group whose abort has to begin before the abort of this one ends.
+        waits_for: The group of which the abort has to begin before that of this one ends.
         is_synchronizing: Is set when a thread waits for a spinning kernel.
         error: The error that the backend reports.
         link_lost_at: The number of the collective that fails on this rank's device, while the hosts stay connected.
@@ -199,8 +199,8 @@ class DeviceGroup(dist.ProcessGroup):
         """Sends this rank's data of a collective to its peers."""
         me = self.rank()
         sends, receives, finish = _PLANS[name](me, self.size(), *args, *options.values())
-        own = [[tensor.detach() for peer, tensor in part if peer == me] for part in (receives, sends)]
-        for output, tensor in zip(*own, strict=True):
+        pairs = [[tensor.detach() for peer, tensor in part if peer == me] for part in (receives, sends)]
+        for output, tensor in zip(*pairs, strict=True):
             output.copy_(tensor)
         for peer, tensor in sends:
             if peer != me:
@@ -251,7 +251,8 @@ class Transfer:
     """
 
     def __init__(self, group: DeviceGroup, receives: list[tuple[str, Tensor]], finish: Callable[[], None]) -> None:
-        self._group, self._receives, self._finish = group, receives, finish
+        self._group, self._finish = group, finish
+        self._receives = receives
 
     def has_arrived(self) -> bool:
         """Returns whether all peers have arrived."""
@@ -440,7 +441,8 @@ class _Work(dist.Work):
 
     def __init__(self, group: DeviceGroup, work: Any, outputs: list[Tensor]) -> None:
         super().__init__()
-        self._group, self._work, self._outputs = group, work, outputs
+        self._group, self._work = group, work
+        self._outputs = outputs
 
     def has_arrived(self) -> bool:
         """Returns whether waiting would not spin."""
@@ -517,11 +519,11 @@ def watch_peers(store: Path, rank: int, size: int) -> Iterator[Callable[[Callabl
                             on_loss()
                     return
 
-    with open(f"{store}.rank-{rank}", "wb", buffering=0) as own:
-        fcntl.lockf(own, fcntl.LOCK_EX)
+    with open(f"{store}.rank-{rank}", "wb", buffering=0) as lock_file:
+        fcntl.lockf(lock_file, fcntl.LOCK_EX)
         try:
             yield lambda on_loss: threading.Thread(target=watch, args=(on_loss,), daemon=True).start()
-            own.write(b"done")
+            lock_file.write(b"done")
         finally:
             with lock:
                 is_over.set()

@@ -148,12 +148,7 @@ class RendezvousClient:
             self._group = None
 
     def _open(self, group: ProcessGroup, info: GenerationInfo) -> None:
-        """Forms the process group of a generation, and remembers why that fails if the group was not aborted.
-
-        Raises:
-            PeerLostError: The group has not formed.
-            ConfigError: NCCL has failed to connect the workers before, although none was lost.
-        """
+        """Forms the process group of a generation, and remembers why that fails if the group was not aborted."""
         if self._form_error and info.failed_forms >= _MAX_FAILED_FORMS:
             raise ConfigError(describe_failed_forms(self._form_error))
         self._form_error = ""

@@ -388,7 +388,8 @@ def test_a_group_aborted_while_it_forms_runs_no_collective(worker_pool: WorkerPo
 def abort_while_a_peer_is_missing(rank: int, store: Path, port: int) -> str:
     """Returns the error of rank 0, which is aborted while it connects; rank 1 is killed before it has connected."""
     del store
-    group, connects, error_text = SpinningGroup(), threading.Event(), ""
+    group, error_text = SpinningGroup(), ""
+    connects = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             DeviceGroup, "on_connecting", connects.set if rank == 0 else lambda: os.kill(os.getpid(), signal.SIGKILL)

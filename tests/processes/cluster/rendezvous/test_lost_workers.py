@@ -1,4 +1,4 @@
-"""Workers that are lost on devices like GPUs, whose collectives spin until their own rank aborts: the real rendezvous,
+"""Workers that are lost on devices like GPUs, where a collective spins until its own rank aborts: the real rendezvous,
 clients and training loop, without Ray.
 """
 
