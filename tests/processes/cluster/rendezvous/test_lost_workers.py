@@ -22,6 +22,7 @@ from ray_app.train.job import Hooks, Job
 from tests.support.device_group import BACKEND, BACKEND_2, DeviceGroup
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.rendezvous_thread import (
+    RECOVERY_S,
     FailOnce,
     RemoteRendezvous,
     RendezvousThread,
@@ -90,9 +91,14 @@ def test_survivors_form_again_at_once_after_an_error_of_one_worker(
 
 def lose_rank_2_while_it_connects(rank: int, store: Path, job: Job, remote: RemoteRendezvous, backend: str) -> str:
     """Trains; the process of rank 2 is killed before it has connected."""
+
+    def die() -> None:
+        FailOnce(job.run_root, "").proof.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(DeviceGroup, "on_connecting", lambda: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(DeviceGroup, "on_connecting", die)
         return train_at_rendezvous(rank, store, job, remote, backend, None, Hooks())
 
 
@@ -106,6 +112,7 @@ def test_a_worker_lost_while_a_group_connects_costs_no_other_worker(
     assert [outcome.value for outcome in outcomes[:2]] == ["done", "done"], [outcome.trace for outcome in outcomes]
     [formed] = read_events(job.paths, "formed")
     assert formed.details["workers"] == 2
+    assert formed.time_s - FailOnce(job.run_root, "").proof.stat().st_mtime < RECOVERY_S
 
 
 def refuse() -> None:
