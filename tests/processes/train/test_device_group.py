@@ -212,12 +212,15 @@ def test_training_on_a_device_group_is_bit_identical_to_gloo(worker_pool: Worker
     assert len(commits) == 2
 
 
-def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(worker_pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
+def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(
+    worker_pool: WorkerPool, tmp_path: Path, backend: str
+) -> None:
     """The reduction of the second step runs out of memory; the loop raises the original error at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = worker_pool.train(
-        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND)
+        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=backend)
     )
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.message.startswith("OutOfMemoryError: ")
@@ -572,13 +575,14 @@ def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [("central_storage", 1), ("central_storage", 9), *(("local_sgd", number) for number in (1, 5, 7, 8))],
 )
 def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
-    worker_pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int
+    worker_pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int, backend: str
 ) -> None:
     """A worker is lost after two steps; the eighth collective of `local_sgd` is the last one of an average.
 
@@ -597,7 +601,7 @@ def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
         [[0, 1, 2], survivors],
         [],
         Hooks(at=KillAtCollective(proof, rank, 2, number)),
-        backend=BACKEND,
+        backend=backend,
     )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)
