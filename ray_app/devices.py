@@ -253,12 +253,16 @@ class CudaKind(DeviceKind):
     rounds_by_position = False
     # With these variables torch's own threads neither end the process nor abort the group, and do not wait for dumps,
     # which would add a minute or more to a recovery. Instead the rendezvous decides when to abort, and
-    # `ProcessGroup.check_device_errors` reads the error.
+    # `ProcessGroup.check_device_errors` reads the error. The older class of torch has a time-out of its own in seconds
+    # for a wait of NCCL, see `nonblocking_options`.
     group_settings: ClassVar[Mapping[str, str]] = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+        "NCCL_DEBUG": "WARN",
     }
     profiler_activities = (torch.profiler.ProfilerActivity.CUDA,)
 

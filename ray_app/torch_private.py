@@ -11,11 +11,13 @@ import importlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import ErrorType, ProcessGroup
 from torch.autograd.graph import _engine_run_backward
@@ -131,6 +133,41 @@ def reset_group_count() -> None:
 def is_group_open(group: Any) -> bool:
     """Returns whether a process group has not been destroyed; without it a closed group might be aborted."""
     return group in torch.distributed.distributed_c10d._world.pg_map
+
+
+@contextmanager
+def backends_created_by(call: Callable[[Callable[[], Any]], Any], names: Iterable[str]) -> Iterator[None]:
+    """Lets `call` call the functions that create backends with these names, for example in another thread.
+
+    Without it nothing ends the wait in the constructor of `ProcessGroupNCCL2` for a peer that was lost. torch 2.13 and
+    2.14 create NCCL's older class without such a function.
+    """
+    backends, plugins = dist.Backend, dist.Backend._plugins
+    for name in names if hasattr(backends, "_ensure_backend_registered") else ():
+        backends._ensure_backend_registered(name)
+    originals = {name.upper(): plugins[name.upper()] for name in names if name.upper() in plugins}
+
+    def wrap(create: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments: call(functools.partial(create, *arguments))
+
+    plugins |= {name: plugin._replace(creator_fn=wrap(plugin.creator_fn)) for name, plugin in originals.items()}
+    try:
+        yield
+    finally:
+        plugins |= originals
+
+
+def nonblocking_options(backends: str, timeout: timedelta) -> Any:
+    """Returns options with which NCCL connects within a time-out, where it would wait for ever for a lost peer.
+
+    torch passes them to no other backend. The result is None without NCCL, or if it has no such options.
+    """
+    nccl: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)
+    if "nccl" not in backends or not hasattr(nccl, "NCCLConfig"):
+        return None
+    options = nccl.Options()
+    options.config.blocking, options._timeout = 0, timeout
+    return options
 
 
 def backend_error(group: Any, device: torch.device) -> ErrorType:

@@ -29,7 +29,6 @@ from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
-from ray_app.config.sections import ScalingSection
 from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
@@ -45,6 +44,7 @@ from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
+from ray_app.train.process_group import prove_device, use_interface_of_host
 from ray_app.train.strategies.parameter_server.actors import ParameterService
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 
@@ -302,15 +302,19 @@ def _prepare(worker_config: dict[str, Any]) -> None:
     """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        torch.zeros(1, device=_device(args.job.config.scaling))
+        _prove_device(args.job.config)
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
 
 
-def _device(scaling: ScalingSection) -> torch.device:
-    """Returns the device of this worker."""
-    return _assigned_gpu() if scaling.worker_gpus else HOST
+def _prove_device(config: Config) -> torch.device:
+    """Returns the device of this worker, on which it has computed and communicated alone, see `prove_device`."""
+    # NCCL reads the name of its interface once in a process.
+    use_interface_of_host(ray.util.get_node_ip_address())
+    device = _assigned_gpu() if config.scaling.worker_gpus else HOST
+    prove_device(device, _choose_backend(config))
+    return device
 
 
 @functools.cache
@@ -323,8 +327,9 @@ def _assigned_gpu() -> torch.device:
 
 
 def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
-    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses."""
-    return "gloo" if 0 < config.scaling.worker_gpus < 1 else config.train.backend
+    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses, or that form no group."""
+    has_group = config.train.strategy != "parameter_server"
+    return "gloo" if 0 < config.scaling.worker_gpus < 1 or not has_group else config.train.backend
 
 
 def _run_worker(worker_config: dict[str, Any]) -> None:
@@ -335,7 +340,8 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     args: WorkerArgs = ray.get(worker_config["args"])
     job = args.job
     register_secrets(job.config.to_dict())
-    device = _device(job.config.scaling)
+    with user_code(lambda: "a worker alone on its device, before it joins the others"):
+        device = _prove_device(job.config)
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(

@@ -63,7 +63,8 @@ class Heartbeat:
         recorded: Last step with its record on storage; only from rank 0.
         progress_reports: Number of times that the worker has reported progress other than a finished step.
         wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
-        lost: Whether the worker's last generation broke, so that its other workers must leave it, too.
+        lost: Whether the worker's generation broke, or the last one if it waits, so that its other workers must leave
+            it, too.
     """
 
     worker: str
@@ -126,6 +127,7 @@ class GenerationInfo:
         hosts: Host of every rank; the ranks on one host are consecutive.
         key: The key with which a member signs its messages (`reduction.messages`), 64 hexadecimal digits; empty for
             a single worker, which has no peers.
+        failed_forms: Number of generations in a row before this one that did not form although no member was lost.
     """
 
     number: int
@@ -135,6 +137,7 @@ class GenerationInfo:
     port: int
     hosts: tuple[str, ...] = ()
     key: str = field(default="", repr=False, compare=False)
+    failed_forms: int = 0
 
 
 @dataclass(frozen=True)

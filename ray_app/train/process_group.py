@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -10,7 +11,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,31 +21,38 @@ from typing import Any, Literal
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import ForgedMessageError, PeerLostError
 from ray_app.reduction import messages
 from ray_app.reduction.base import World, clear_group, collective, launch_lock, set_group, stage_groups
-from ray_app.torch_private import ErrorType, backend_error, is_group_open, reset_group_count, set_timeout
+from ray_app.torch_private import (
+    ErrorType,
+    backend_error,
+    backends_created_by,
+    is_group_open,
+    nonblocking_options,
+    reset_group_count,
+    set_timeout,
+)
 from ray_app.train.membership import KEY_BYTES, GenerationInfo, SingleProcessMembership
 
 logger = logging.getLogger(__name__)
 
 _FORM_TIMEOUT = timedelta(seconds=30)
-"""Time-out of each wait while a group forms, because no abort ends a wait for a peer that has not connected yet.
-
-NCCL has no such time-out, see `ProcessGroup.is_stuck`.
-"""
+"""Time-out of each wait of gloo, of the store and of NCCL (`nonblocking_options`) while a group forms."""
 _STUCK_S = 60.0
 """Time after which a group that was aborted while it formed counts as stuck.
 
-It is twice `_FORM_TIMEOUT`, after which gloo and the store have raised an error.
+It is twice `_FORM_TIMEOUT`, after which each wait should have ended.
 """
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Time-out of collectives; the step watchdog of the rendezvous ends a stalled generation long before."""
 _STORE_BACKLOG = 2048
 """Maximum number of connections that wait for the store; all workers connect at once when a generation forms."""
+_MIN_SHARED_MEMORY_BYTES = 512 << 20
+"""Free bytes of /dev/shm below which NCCL may fail to connect GPUs of a node; a container often has 64 MB in all."""
 _LAUNCH_S = 2.0
 """Maximum time that an abort waits for a launch to end; a launch that waits for a lost peer ends only by the abort."""
 
@@ -62,6 +71,7 @@ class ProcessGroup:
         self._abort_lock = threading.Lock()
         self._abort_threads = dict[Any, threading.Thread]()
         self._is_forming = False
+        self._connecting: Future[Any] | None = None
         self._aborted_s = 0.0
         self.groups: tuple[Any, ...] = (None,)
         """The process group of this rank in each stage of the reduction, see `World.groups`."""
@@ -90,15 +100,13 @@ class ProcessGroup:
         reset_group_count()
         messages.open_session(generation.number, generation.rank, generation.key)
         store = TCPStore(generation.host, generation.port, is_master=False, timeout=_FORM_TIMEOUT)
-        # An abort before the connection to the store was open had nothing to shut down, so NCCL might wait for ever.
-        if self.is_aborted and self.has_device_collectives:
-            raise PeerLostError("the process group was aborted before it formed")
-        init_default_group(
-            name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
-        )
-        self.groups = open_stage_groups(
-            generation.rank, generation.hosts, _FORM_TIMEOUT, self.has_device_collectives or not kind_of(device).is_host
-        )
+        backends = [part.rpartition(":")[2] for part in name.split(",")] if self.has_device_collectives else []
+        has_stages = self.has_device_collectives or not kind_of(device).is_host
+        with backends_created_by(self._connect, backends):
+            init_default_group(
+                name, device, PrefixStore(f"generation-{generation.number}", store), generation.rank, generation.size
+            )
+            self.groups = open_stage_groups(generation.rank, generation.hosts, _FORM_TIMEOUT, has_stages)
         for group in {None, *self.groups}:
             set_timeout(_COLLECTIVE_TIMEOUT, group)
         if not self.is_aborted:
@@ -108,6 +116,40 @@ class ProcessGroup:
         # An abort before the group was formed has aborted nothing, so the group must not be used.
         if self.is_aborted:
             raise PeerLostError("the process group was aborted while it formed")
+        if self.has_device_collectives:
+            # NCCL connects neighbors only in the first collective; there an error would look like one of a step.
+            with launch_lock:
+                dist.all_gather_into_tensor(torch.empty(generation.size, device=device), torch.ones(1, device=device))
+            self.check_device_errors()
+
+    def _connect(self, create: Callable[[], Any]) -> Any:
+        """Returns what `create` returns when it has connected to all peers; raises PeerLostError after an abort.
+
+        Another thread calls `create`, because only a time-out ends the wait of NCCL for a lost peer. After an abort
+        nothing uses what that thread returns.
+        """
+        connecting = self._connecting = Future[Any]()
+        if self.is_aborted:
+            raise PeerLostError("the process group was aborted before it formed")
+
+        def connect() -> None:
+            try:
+                kind_of(self._device).use(self._device)
+                backend = create()
+                if connecting.set_running_or_notify_cancel():
+                    connecting.set_result(backend)
+                else:
+                    backend.abort()
+            except Exception as error:
+                # After an abort nothing needs the error; that of gloo is that it has no abort.
+                with suppress(InvalidStateError):
+                    connecting.set_exception(error)
+
+        threading.Thread(target=connect, name="connect", daemon=True).start()
+        try:
+            return connecting.result()
+        except CancelledError:
+            raise PeerLostError("the process group was aborted while it formed") from None
 
     def _find_group_sockets(self, store: PrefixStore, generation: GenerationInfo) -> list[tuple[int, str]]:
         """Returns the sockets of this group's connections; a collective of the group.
@@ -180,13 +222,15 @@ class ProcessGroup:
         NCCL may take long. All groups are aborted at the same time, each by a thread of its own, because the abort of
         one group may wait for the device's work for another.
 
-        While the group forms, only the connection to the store is shut down: nothing tells the other connections of the
-        group from those of Ray yet, and gloo ends the process if its listening socket is shut down. So a wait for NCCL
-        may never end, see `is_stuck`.
+        While a group of the device forms, `open` stops waiting. Else only the connection to the store is shut down:
+        nothing tells the other connections of the group from those of Ray yet, and gloo ends the process if its
+        listening socket is shut down.
         """
         self._aborted_s = self._aborted_s or time.monotonic()
         # This is set before any wait ends, because an aborted collective leaves garbage in its output.
         self.is_aborted = True
+        if self._connecting is not None:
+            self._connecting.cancel()
         with self._abort_lock:
             for group in self._all_groups() if self.has_device_collectives else ():
                 if group not in self._abort_threads:
@@ -207,8 +251,7 @@ class ProcessGroup:
     def is_stuck(self) -> bool:
         """Whether `open` still waits although the group was aborted long ago, so that the process has to end.
 
-        NCCL connects without a time-out (torch 2.15): if a peer is lost before it has connected, the others wait for it
-        in `open`, and no abort ends that wait.
+        This is the last resort for versions of torch in which neither an abort nor a time-out ends a wait in `open`.
         """
         return self._is_forming and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
 
@@ -241,6 +284,56 @@ class ProcessGroup:
         clear_group(self)
 
 
+@contextmanager
+def open_group_of_one(device: torch.device, backend: str) -> Iterator[None]:
+    """Makes torch's default process group with this process alone, and destroys it at the end of the block."""
+    init_default_group(backend_name(device, backend), device, HashStore(), 0, 1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@functools.cache
+def prove_device(device: torch.device, backend: str) -> None:
+    """Allocates, computes and communicates on a device alone, once in a process, as a generation does with others.
+
+    A worker calls it before it joins the others: a failure in this process would keep them waiting when they form. The
+    argument `backend` is that of `ProcessGroup.open`.
+    """
+    if kind_of(device).is_host:
+        return
+    kind_of(device).use(device)
+    values = torch.ones(16, device=device)
+    if backend_name(device, backend) != HOST_GROUP:
+        if _free_shared_memory() < _MIN_SHARED_MEMORY_BYTES:
+            logger.warning("NCCL may fail: this node has %s", _SHARED_MEMORY.format(_free_shared_memory() >> 20))
+        with open_group_of_one(device, backend):
+            dist.all_reduce(values)
+            values.tolist()
+    values.sum().tolist()
+
+
+_SHARED_MEMORY = "a small /dev/shm, of which {} MB are free (in a container: --shm-size=8g or --ipc=host)"
+
+
+def _free_shared_memory() -> int:
+    """Returns the free bytes of /dev/shm, through which NCCL connects GPUs of a node that do not reach each other."""
+    stats = os.statvfs("/dev/shm")
+    return stats.f_bavail * stats.f_frsize
+
+
+def describe_failed_forms(error: str) -> str:
+    """Returns the message for a run in which NCCL fails to connect the workers, the last time with this error."""
+    interface = os.environ.get("NCCL_SOCKET_IFNAME", "not set")
+    return (
+        "NCCL has failed twice to connect the workers, although none of them was lost. The usual causes are"
+        f" {_SHARED_MEMORY.format(_free_shared_memory() >> 20)}, a network interface that does not reach other nodes"
+        f" (NCCL_SOCKET_IFNAME is {interface}), and a missing InfiniBand device (NCCL_IB_DISABLE=1 uses TCP instead) or"
+        f" a blocked port. NCCL's warnings are in the output of the workers. The last error: {error}"
+    )
+
+
 def init_default_group(name: str, device: torch.device, store: Any, rank: int, size: int) -> None:
     """Makes torch's default process group; blocks until all ranks have connected.
 
@@ -255,25 +348,31 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
     is_of_device = name != HOST_GROUP and not kind_of(device).is_host
     for variable, value in kind_of(device).group_settings.items() if is_of_device else ():
         os.environ.setdefault(variable, value)
-    device_id = device if is_of_device else None
-    dist.init_process_group(name, store=store, rank=rank, world_size=size, timeout=_FORM_TIMEOUT, device_id=device_id)
+    dist.init_process_group(
+        name,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=_FORM_TIMEOUT,
+        device_id=device if is_of_device else None,
+        pg_options=nonblocking_options(name, _FORM_TIMEOUT),
+    )
 
 
 def _abort_group(group: Any) -> None:
     """Aborts a group's communicator when no thread launches a collective any more, or after `_LAUNCH_S`.
 
-    The abort frees memory that a launch uses (NCCL in torch 2.15).
+    The abort frees memory that a launch uses (NCCL in torch 2.15). No launch follows, because `collective` refuses it;
+    so the lock is not held meanwhile, and all groups abort at the same time.
     """
-    is_locked = launch_lock.acquire(timeout=_LAUNCH_S)
+    if launch_lock.acquire(timeout=_LAUNCH_S):
+        launch_lock.release()
     try:
         # The group may have been closed meanwhile.
         if is_group_open(group):
             group.abort()
     except RuntimeError as error:
         logger.warning("A communicator could not be aborted: %s", error)
-    finally:
-        if is_locked:
-            launch_lock.release()
 
 
 def backend_name(device: torch.device, backend: str) -> str:
@@ -300,7 +399,11 @@ def open_stage_groups(rank: int, hosts: tuple[str, ...], timeout: timedelta, use
     if len(stages) == 1 or not uses_collectives:
         return (None,) * len(stages)
     # Every rank has to call `new_group` for all groups, also for groups that it does not belong to.
-    groups = [{ranks: dist.new_group(ranks, timeout=timeout) for ranks in stage} for stage in stages]
+    backends = dist.get_backend_config()
+    groups = [
+        {ranks: dist.new_group(ranks, timeout, pg_options=nonblocking_options(backends, timeout)) for ranks in stage}
+        for stage in stages
+    ]
     return tuple(group for stage in groups for ranks, group in stage.items() if rank in ranks)
 
 
@@ -362,7 +465,8 @@ def use_interface_of_host(host: str) -> None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == host for address in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            # NCCL takes a name without the sign for the beginning of names.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 _FILE_STORE_TIMEOUT = timedelta(seconds=60)

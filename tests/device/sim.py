@@ -65,7 +65,7 @@ class SimulatedGroup(DeviceGroup2):
         with stream:
             for tensor in tensors:
                 SIM.access(tensor, id(tensor) in outputs or name in _IN_PLACE, f"the collective {name}")
-        work = getattr(self._host, name)(*_on_host(args), **options)
+        work = self.start(name, *_on_host(args), **options)
         return _StreamWork(work, stream.record_event(), tensors)
 
     def get_error(self) -> ErrorType:
@@ -90,6 +90,9 @@ class _StreamWork:
     def __init__(self, work: Any, done: torch.Event, tensors: list[Tensor]) -> None:
         self._work, self._done = work, done
         self._tensors = tensors
+
+    def has_arrived(self) -> bool:
+        return self._work.has_arrived()  # type: ignore[no-any-return]
 
     def wait(self) -> None:
         try:

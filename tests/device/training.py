@@ -22,6 +22,7 @@ from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import KEY_BYTES, GenerationInfo
 from ray_app.train.process_group import ProcessGroup
+from tests.support.device_group import watch_peers
 from tests.support.local_world import LocalMembership
 from tests.support.shifting_world import ShiftingMembership
 
@@ -49,17 +50,19 @@ class OwnGroupMembership(LocalMembership):
             yield world, info
             return
         group, is_broken = ProcessGroup(), True
-        try:
-            with collective():
-                group.open(info, self.device, "auto")
-            is_direct = group.has_device_collectives
-            yield (
-                dataclasses.replace(world, hosts=info.hosts, groups=group.groups, has_device_collectives=is_direct),
-                info,
-            )
-            is_broken = False
-        finally:
-            group.close(is_broken)
+        with watch_peers(self._store, world.rank, world.size) as watch:
+            try:
+                with collective():
+                    group.open(info, self.device, "auto")
+                watch(group.abort)
+                is_direct = group.has_device_collectives
+                yield (
+                    dataclasses.replace(world, hosts=info.hosts, groups=group.groups, has_device_collectives=is_direct),
+                    info,
+                )
+                is_broken = False
+            finally:
+                group.close(is_broken)
 
     @property
     def _number(self) -> int:

@@ -25,6 +25,7 @@ from ray_app.data.feed import Feed
 from ray_app.data.probes import probe
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import StreamedWindows, Windows
+from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.inputs import make_plan, read_classes
 from ray_app.reduction.base import World, clear_group, set_group
@@ -33,6 +34,7 @@ from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo
 from ray_app.train.process_group import FileStoreMembership
+from tests.support.device_group import watch_peers
 
 CPU = torch.device("cpu")
 CLASSES = 5
@@ -200,17 +202,19 @@ class LocalMembership(FileStoreMembership):
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        with super().generation(step, lost) as (world, info):
-            if world.size == 1:
-                yield world, info
-                return
-            group: Any = dist.group.WORLD
-            state = _DeviceState(group)
+        if self._world.size == 1 or self._backend == "gloo":
+            with super().generation(step, lost) as generation:
+                yield generation
+            return
+        with (
+            watch_peers(self._store, self._world.rank, self._world.size) as watch,
+            super().generation(step, lost) as (world, info),
+        ):
+            state = _DeviceState(dist.group.WORLD)
+            watch(state.abort)
             set_group(state)
             try:
-                # Only a group that behaves like one of a device has this method.
-                is_device = hasattr(group, "check_device_errors")
-                yield dataclasses.replace(world, has_device_collectives=is_device), info
+                yield dataclasses.replace(world, has_device_collectives=True), info
             finally:
                 clear_group(state)
 
@@ -221,18 +225,23 @@ class LocalMembership(FileStoreMembership):
 
 
 class _DeviceState:
-    """The state of a process group, see `reduction.base.Breakable`; no rank aborts its group before it leaves it."""
+    """The state of a process group like one of a device, see `reduction.base.Breakable`."""
 
     is_aborted = False
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
+    def abort(self) -> None:
+        """Aborts the group and those made of its ranks, after the loss of a peer."""
+        self.is_aborted = True
+        for group in list(dist.distributed_c10d._world.pg_map):
+            group.abort()
+
     def check_device_errors(self) -> None:
-        # gloo has no such method.
-        getattr(self._group, "check_device_errors", lambda: None)()
+        self._group.check_device_errors()
+        if self.is_aborted:
+            raise PeerLostError("the group was aborted")
 
     def has_failed(self) -> bool:
-        # gloo has no such attribute.
-        error = getattr(self._group, "error", ErrorType.SUCCESS)
-        return bool(error != ErrorType.SUCCESS)
+        return bool(self._group.error != ErrorType.SUCCESS)

@@ -25,11 +25,12 @@ import torch
 
 from ray_app.channel import FrameReader, connect, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
-from ray_app.train.process_group import ProcessGroup, open_store, use_interface_of_host
+from ray_app.train.process_group import ProcessGroup, describe_failed_forms, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ _UNACKNOWLEDGED_MS = 20_000
 After an interruption of the network a new connection works at once, while TCP would resend the lost data of the old one
 at ever longer intervals.
 """
+_MAX_FAILED_FORMS = 2
+"""Number of generations in a row that may fail to form although no worker is lost."""
 _MIN_PERIOD_FRACTION = 0.75
 """Jitter: a heartbeat is sent after 75-100 % of the period, so that workers do not stay synchronized."""
 
@@ -79,7 +82,6 @@ class RendezvousClient:
         self._paths = paths
         self._fence = fence
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        use_interface_of_host(host)
         # A process group forms at the store of its rank 0, which any worker may become.
         self._store = open_store(host)
         self._identity = Heartbeat(
@@ -98,6 +100,8 @@ class RendezvousClient:
         # The newest generation that has formed with this worker, and the number of waits for a generation so far.
         self._generation_info = GenerationInfo(0, 0, 0, "", 0)
         self._wait_count = 0
+        # Why NCCL did not connect the last time, if this worker was the one that failed.
+        self._form_error = ""
         self._connection: socket.socket | None = None
         self._frames = FrameReader()
         # Guards the fields that a reply changes, and is notified of every reply.
@@ -116,6 +120,7 @@ class RendezvousClient:
         Raises:
             LeavingError: This worker has to leave.
             PeerLostError: Another worker was lost while the process group formed.
+            ConfigError: NCCL cannot connect the workers.
         """
         self._step, self._phase = step, "waiting"
         info = self._join(lost)
@@ -128,17 +133,45 @@ class RendezvousClient:
         try:
             # A reply may have asked to abort this generation before there was a group to abort.
             self._abort_if_requested()
-            with collective():
-                group.open(info, self._device, self._backend)
+            self._open(group, info)
             world = replace(
                 world, hosts=info.hosts, groups=group.groups, has_device_collectives=group.has_device_collectives
             )
             yield world, info
             is_broken = False
+        except BaseException as error:
+            self._report_break(error)
+            raise
         finally:
             # The heartbeat thread may have to abort the group while it closes, so the attribute is cleared last.
             group.close(is_broken)
             self._group = None
+
+    def _open(self, group: ProcessGroup, info: GenerationInfo) -> None:
+        """Forms the process group of a generation, and remembers why that fails if the group was not aborted."""
+        if self._form_error and info.failed_forms >= _MAX_FAILED_FORMS:
+            raise ConfigError(describe_failed_forms(self._form_error))
+        self._form_error = ""
+        try:
+            with collective():
+                group.open(info, self._device, self._backend)
+        except PeerLostError as error:
+            if group.has_device_collectives and not group.is_aborted:
+                self._form_error = str(error)
+            raise
+
+    def _report_break(self, error: BaseException) -> None:
+        """Reports at once that this worker leaves its generation in the middle, so that the others leave it, too.
+
+        With NCCL they would not notice it. If the worker does not come back, the next generation does not wait until it
+        has written what it still has to write.
+        """
+        with self._reply_condition:
+            self._lost = True
+        if isinstance(error, PeerLostError):
+            self._wake()
+        else:
+            self.close()
 
     def need_no_group(self) -> None:
         """Announces a worker of parameter servers, which needs no process group, as stepping in generation 1.
@@ -228,11 +261,13 @@ class RendezvousClient:
         return self._reply.recorded
 
     def close(self, over: bool = False) -> None:
-        """Ends the heartbeats and reports to the rendezvous that this worker ends by itself.
+        """Ends the heartbeats and reports to the rendezvous that this worker ends by itself; only once.
 
         Args:
             over: Whether the worker ends because the run has ended.
         """
+        if self._closed.is_set():
+            return
         self._closed.set()
         self._wake()
         self._heartbeat_thread.join()
@@ -301,6 +336,7 @@ class RendezvousClient:
             if reply.formed is not None and self._wait_number and reply.formed.number > self._generation:
                 self._generation_info, self._wait_number = reply.formed, 0
                 self._generation, self._rank = reply.formed.number, reply.formed.rank
+                self._phase, self._lost = "forming", False
             self._reply_condition.notify_all()
         if reply.dump:
             details = {"rank": self._rank, "step": self._step, "doing": self._phase, "stacks": _stacks()}
@@ -321,7 +357,7 @@ class RendezvousClient:
         if reply.abort and group is not None and reply.generation == self._generation:
             group.abort()
             if group.is_stuck:
-                logger.error("Exiting: this process waits in NCCL for a peer that was lost before it had connected")
+                logger.error("Exiting: this process waits for a peer that was lost before it had connected")
                 os._exit(1)
 
 

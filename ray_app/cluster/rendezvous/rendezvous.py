@@ -104,6 +104,10 @@ class Rendezvous:
         self._departed: dict[str, MemberState] = {}
         # Whether the newest generation is broken, so that its members must leave it at once.
         self._is_broken = False
+        # Whether no member of the newest generation has got beyond its forming, and none is lost; and the number of
+        # generations in a row that broke in this state.
+        self._is_forming = False
+        self._failed_forms = 0
         # The number of workers that the next generation waits for; 0 before the controller has set it.
         self._expected = 0
         # Why no generation may form now; None if one may.
@@ -140,6 +144,9 @@ class Rendezvous:
         self._last_recorded_step = max(self._last_recorded_step, heartbeat.recorded)
         if heartbeat.generation == self._members.newest_generation:
             self._watchdog.note_step(heartbeat.step, heartbeat.record)
+            self._is_forming &= heartbeat.phase in ("waiting", "forming")
+            # The worker has left the generation in the middle, and comes back or ends.
+            self._is_broken |= heartbeat.lost and not heartbeat.wait_number
         elif heartbeat.generation > self._members.newest_generation:
             # An earlier instance formed that generation, or the worker uses parameter servers.
             self._members.update(newest_generation=heartbeat.generation)
@@ -236,6 +243,7 @@ class Rendezvous:
         # wait for it while their process group forms.
         if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
+        self._is_forming = False
         self._departed[heartbeat.worker] = MemberState.LEFT
         self._is_run_over = self._is_run_over or over
         self._try_form()
@@ -333,6 +341,7 @@ class Rendezvous:
             return
         logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
         self._lost[worker] = self._clock()
+        self._is_forming = False
         if member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
         self._try_form()
@@ -426,14 +435,17 @@ class Rendezvous:
         ready = sort_by_rank(ready)
         number = max(self._members.newest_generation + 1, self._first_generation)
         step = max(m.heartbeat.step for m in ready)
-        self._is_broken = False
+        self._failed_forms = self._failed_forms + 1 if self._is_forming and self._is_broken else 0
+        self._is_broken, self._is_forming = False, True
         self._watchdog.begin(step)
         first, hosts = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready)
         key = secrets.token_hex(KEY_BYTES)
         for rank, member in enumerate(ready):
             member.heartbeat = replace(member.heartbeat, generation=number, rank=rank)
             member.waiting_since_s = None
-            member.formed = GenerationInfo(number, rank, len(ready), first.host, first.port, hosts, key)
+            member.formed = GenerationInfo(
+                number, rank, len(ready), first.host, first.port, hosts, key, self._failed_forms
+            )
         self._members.update(newest_generation=number)
         logger.info("Generation %d has formed with %d workers at step %d.", number, len(ready), max(0, step))
 
@@ -465,8 +477,12 @@ class Rendezvous:
         if not stall_count:
             return
         stepping = self._members.stepping_members()
-        # Members in these phases wait for the others; a member in another phase stalls the group.
+        # Members in these phases wait for the others; a member in another phase stalls the group. Of several that
+        # compute all but one may wait, too: a process can queue only so many kernels while NCCL waits for a peer.
         stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "reduction", "done")]
+        computing = [m for m in stalling if m.heartbeat.phase == "compute"]
+        if len(computing) > 1 and stall_count == 1:
+            stalling = [m for m in stalling if m not in computing]
         for member in stepping:
             member.dump = True
         if stalling or stall_count > 1:

@@ -17,9 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -34,7 +32,7 @@ from ray_app.reduction.base import GradientReducer, World, collective
 from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
-from ray_app.train.process_group import backend_name, init_default_group
+from ray_app.train.process_group import open_group_of_one
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import Placement, StateSync, TrainingState
 from ray_app.train.state.transfer import copy_to_host
@@ -341,11 +339,8 @@ class ShardedPlacement(Placement):
         if world.size > 1:
             yield world
             return
-        init_default_group(backend_name(self._device, self._train.backend), self._device, HashStore(), 0, 1)
-        try:
+        with open_group_of_one(self._device, self._train.backend):
             yield world
-        finally:
-            dist.destroy_process_group()
 
     def broadcast_parameters(self, world: World, averaged: bool) -> None:
         """Does nothing, because each forward gathers the parameters."""

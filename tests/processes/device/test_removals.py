@@ -127,6 +127,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("train.step.step", "Step._synchronize", "check_device_errors()"): LINK,
     Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
+    Site("train.process_group", "ProcessGroup._open", "self.check_device_errors()"): LINK,
     Site(
         "train.process_group",
         "ProcessGroup._wait_for_device",

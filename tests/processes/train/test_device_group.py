@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from tests.support.device_group import (
     GARBAGE,
     OUT_OF_MEMORY,
     DeviceGroup,
-    DeviceGroup2,
     FailAtCollective,
     KillAtCollective,
     OutOfMemoryAt,
@@ -214,12 +212,15 @@ def test_training_on_a_device_group_is_bit_identical_to_gloo(worker_pool: Worker
     assert len(commits) == 2
 
 
-def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(worker_pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
+def test_a_device_out_of_memory_is_not_reported_as_a_lost_peer(
+    worker_pool: WorkerPool, tmp_path: Path, backend: str
+) -> None:
     """The reduction of the second step runs out of memory; the loop raises the original error at once."""
     data = write_images(tmp_path / "data", [[20, 13]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=12, task=TinyImages())
     first, second = worker_pool.train(
-        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=BACKEND)
+        job, 2, Hooks(at=OutOfMemoryAt(0, 5)), membership=partial(LocalMembership, backend=backend)
     )
     assert isinstance(first.error, TaskError), first.trace
     assert first.error.message.startswith("OutOfMemoryError: ")
@@ -242,13 +243,12 @@ def all_reduce_with_a_lost_peer(rank: int, store: Path) -> list[str]:
             with collective():
                 dist.all_reduce(values)
         except PeerLostError as error:
-            results.append("aborted" if "was aborted" in str(error) else str(error))
+            results.append("aborted" if "aborted" in str(error) else str(error))
         try:
             with collective():
                 dist.all_reduce(torch.ones(3, dtype=torch.int64))
         except PeerLostError:
             results.append("lost on the host")
-        dist.group.WORLD.abort()  # type: ignore[union-attr]
     return results
 
 
@@ -280,12 +280,15 @@ def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) 
     values = torch.ones(1000)
     dist.all_reduce(values)
     group.check_device_errors()
+    device.is_synchronizing.clear()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert dist.all_reduce(values, async_op=True).wait()
+    work = dist.all_reduce(values, async_op=True)
     error_text = ""
     if heartbeat:
         threading.Thread(target=lambda: device.is_synchronizing.wait() and group.abort()).start()
+        assert work.wait()
+        assert values.eq(GARBAGE).all()
         try:
             group.check_device_errors()
         except PeerLostError as error:
@@ -385,51 +388,73 @@ def test_a_group_aborted_while_it_forms_runs_no_collective(worker_pool: WorkerPo
     )
 
 
-def open_aborted_group(group: ProcessGroup, info: GenerationInfo) -> None:
-    with pytest.raises(PeerLostError), collective():
-        group.open(info, CPU, BACKEND_2)  # type: ignore[arg-type]
-
-
-def read_stuck_states(rank: int, store: Path, port: int) -> list[bool]:
-    """Returns whether a group counts as stuck: before it forms, while it waits for a peer that does not connect, right
-    after it is aborted, long after it is aborted, and after the wait has ended.
-
-    No time-out bounds that wait.
-    """
+def abort_while_a_peer_is_missing(rank: int, store: Path, port: int) -> str:
+    """Returns the error of rank 0, which is aborted while it connects; rank 1 is killed before it has connected."""
     del store
-    group = SpinningGroup()
-    listener = socket.create_server(("127.0.0.1", 0))
-    states, created = list[bool](), threading.Event()
-    DeviceGroup2.connects_to, DeviceGroup.on_created = listener, created.set
-    try:
-        states.append(group.is_stuck)
-        opening = threading.Thread(
-            target=open_aborted_group, args=(group, GenerationInfo(1, rank, 1, "127.0.0.1", port))
+    group, error_text = SpinningGroup(), ""
+    connects = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            DeviceGroup, "on_connecting", connects.set if rank == 0 else lambda: os.kill(os.getpid(), signal.SIGKILL)
         )
-        opening.start()
-        wait_until(created.is_set, "it has not begun to form")
-        states.append(group.is_stuck)
-        group.abort()
-        states.append(group.is_stuck)
-        process_group._STUCK_S = 0.0
-        wait_until(lambda: time.monotonic() > group._aborted_s, "the clock stands still")
-        states.append(group.is_stuck)
-        # NCCL has no way to end this wait.
-        listener.shutdown(socket.SHUT_RDWR)
-        opening.join()
-        states.append(group.is_stuck)
-    finally:
-        DeviceGroup2.connects_to, DeviceGroup.on_created = None, None
-        process_group._STUCK_S = 60.0
+        patch.setattr(process_group, "_FORM_TIMEOUT", timedelta(seconds=5))
+        threading.Thread(target=lambda: connects.wait() and group.abort()).start()
+        try:
+            with collective():
+                group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND_2)  # type: ignore[arg-type]
+        except PeerLostError as error:
+            error_text = str(error)
+        assert any(thread.name == "connect" for thread in threading.enumerate()), "the abort did not end the wait"
         group.close(broken=True)
-    return states
+        wait_until(
+            lambda: all(thread.name != "connect" for thread in threading.enumerate()),
+            "a thread waits for a lost peer for ever, as NCCL does in its blocking mode",
+            30.0,
+        )
+    return error_text
 
 
-def test_a_group_that_waits_for_a_lost_peer_while_it_forms_is_reported_stuck(
+def test_an_abort_ends_the_wait_for_a_peer_that_is_lost_while_it_connects(
     worker_pool: WorkerPool, store: TCPStore
 ) -> None:
-    """`ncclCommInitRank` waits like this; the error that ends the wait here is a lost peer."""
-    assert worker_pool.run(1, read_stuck_states, store.port) == [[False, False, False, True, False]]
+    first, second = worker_pool.call(2, abort_while_a_peer_is_missing, store.port)
+    assert isinstance(second.error, KilledError)
+    assert first.value == "the process group was aborted while it formed", first.trace
+
+
+def test_a_group_is_stuck_long_after_an_abort_that_did_not_end_its_forming(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ProcessGroup()
+    group._is_forming = True
+    states = [group.is_stuck]
+    group.abort()
+    states.append(group.is_stuck)
+    monkeypatch.setattr(process_group, "_STUCK_S", -1.0)
+    states.append(group.is_stuck)
+    group._is_forming = False
+    assert [*states, group.is_stuck] == [False, False, True, False]
+
+
+def abort_groups_that_wait_for_each_other(rank: int, store: Path, port: int) -> int:
+    """Returns the number of aborted groups of a rank; each abort waits until that of another group has begun."""
+    del store
+    group = SpinningGroup()
+    info = GenerationInfo(1, rank, 4, "127.0.0.1", port, ("a", "a", "b", "b"))
+    with pytest.MonkeyPatch.context() as patch:
+        # An abort that holds the lock meanwhile would wait for so long.
+        patch.setattr(process_group, "_LAUNCH_S", 600.0)
+        group.open(info, CPU, BACKEND_2)  # type: ignore[arg-type]
+        dist.barrier()
+        groups: list[DeviceGroup] = group._all_groups()
+        for device, other in zip(groups, [*groups[1:], groups[0]], strict=True):
+            device.waits_for = other
+        group.abort()
+        wait_until(lambda: all(device.aborted.is_set() for device in groups), "aborts wait for each other", 20.0)
+        group.close(broken=True)
+    return len(groups)
+
+
+def test_all_groups_abort_at_the_same_time(worker_pool: WorkerPool, store: TCPStore) -> None:
+    assert worker_pool.run(4, abort_groups_that_wait_for_each_other, store.port) == [3] * 4
 
 
 def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
@@ -550,13 +575,14 @@ def test_garbage_of_a_collective_that_fails_on_one_device_enters_no_step(
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(
     ("strategy", "number"),
     [("central_storage", 1), ("central_storage", 9), *(("local_sgd", number) for number in (1, 5, 7, 8))],
 )
 def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
-    worker_pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int
+    worker_pool: WorkerPool, tmp_path: Path, strategy: str, number: int, rank: int, backend: str
 ) -> None:
     """A worker is lost after two steps; the eighth collective of `local_sgd` is the last one of an average.
 
@@ -575,7 +601,7 @@ def test_garbage_of_a_lost_worker_enters_no_step_of_other_strategies(
         [[0, 1, 2], survivors],
         [],
         Hooks(at=KillAtCollective(proof, rank, 2, number)),
-        backend=BACKEND,
+        backend=backend,
     )
     assert proof.exists()
     assert isinstance(outcomes[rank].error, KilledError)

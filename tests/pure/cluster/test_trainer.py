@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError
 from ray.train import TrainingFailedError
@@ -31,7 +32,7 @@ from ray_app.cluster.trainer import (
     fit,
 )
 from ray_app.config.config import Config
-from ray_app.errors import BudgetSpentError
+from ray_app.errors import BudgetSpentError, TaskError
 from ray_app.runlog.paths import RunPaths
 
 
@@ -168,6 +169,24 @@ def test_a_death_that_several_polls_tell_is_charged_once() -> None:
 @pytest.mark.parametrize(("gpus", "backend"), [(0, "auto"), (0.4, "gloo"), (1, "auto")])
 def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: float, backend: str) -> None:
     assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus)) == backend
+
+
+def test_a_worker_proves_its_device_before_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a broken device fails while the process group forms, when all others wait for it."""
+    config = Config().replace(scaling__gpus_per_worker=1)
+    args = SimpleNamespace(job=SimpleNamespace(config=config), recovers_in_place=True)
+    monkeypatch.setattr(ray, "get", lambda value: value)
+    monkeypatch.setattr(trainer, "_assigned_gpu", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    def refuse(device: torch.device, backend: str) -> None:
+        assert (device.type, backend) == ("cuda", "auto")
+        raise RuntimeError("a broken device")
+
+    monkeypatch.setattr(trainer, "prove_device", refuse)
+    monkeypatch.setattr(trainer, "RendezvousClient", lambda *_: pytest.fail("the worker joins"))
+    with pytest.raises(TaskError, match="a broken device"):
+        trainer._run_worker({"args": args})
 
 
 def test_every_start_of_a_run_requests_resources_under_one_name(

@@ -14,7 +14,7 @@ from ray_app.devices import kind_of
 from ray_app.reduction.base import TreeSum, tree_parents
 from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
-from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group
+from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group, use_interface_of_host
 from tests.support.fake_cuda import DEVICE, RecordingCuda
 
 GPU = torch.device("cuda", 1)
@@ -32,7 +32,7 @@ class RecordedInit:
 
     def __call__(self, name: str, **options: Any) -> None:
         self.options = {"name": name, **options}
-        self.environment = {name: value for name, value in os.environ.items() if name.startswith("TORCH_NCCL")}
+        self.environment = {name: os.environ[name] for name in kind_of(GPU).group_settings if name in os.environ}
 
 
 def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,11 @@ def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: py
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
+        "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+        "NCCL_DEBUG": "WARN",
     }
+    assert recorded.options["pg_options"].config.blocking == 0
 
 
 def test_nccl_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +65,16 @@ def test_gloo_is_bound_to_no_device_and_sets_no_nccl_variables(
     recorded = RecordedInit(monkeypatch)
     init_default_group(backend_name(device, backend), device, dist.HashStore(), 0, 1)
     assert (recorded.options["name"], recorded.options["device_id"], recorded.environment) == ("gloo", None, {})
+    assert recorded.options["pg_options"] is None
+
+
+def test_nccl_gets_the_whole_name_of_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the sign `eth1` stands for `eth10`, too."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    use_interface_of_host("127.0.0.1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
 def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:

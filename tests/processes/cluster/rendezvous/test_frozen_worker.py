@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
-import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,69 +15,52 @@ import torch
 
 from ray_app.channel import connect, pack_frame
 from ray_app.cluster.rendezvous import client
-from ray_app.cluster.rendezvous.members import Member
-from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.cluster.rendezvous.server import ConnectionServer, encode
+from ray_app.cluster.rendezvous.server import encode
 from ray_app.runlog.paths import RunPaths
 from ray_app.testing import make_context
 from ray_app.train.membership import Flags, Heartbeat
+from tests.support.rendezvous_thread import (
+    LOCALHOST,
+    SILENCE_S,
+    RemoteRendezvous,
+    RendezvousThread,
+    use_without_ray,
+)
 from tests.support.waiting import wait_until
 
-SILENCE_S, LOCALHOST = 5.0, "127.0.0.1"
 
-
-def _run_worker(address_and_secret: tuple[Any, str], root: Path) -> None:
+def _run_worker(remote: RemoteRendezvous, root: Path) -> None:
     """Runs in a worker's process: sends heartbeats until the rendezvous ends it."""
-    context = SimpleNamespace(get_actor_id=lambda: "a", get_node_id=lambda: "node")
-    util = SimpleNamespace(get_node_ip_address=lambda: LOCALHOST)
-    client.ray = SimpleNamespace(get=lambda value, **_: value, get_runtime_context=lambda: context, util=util)  # type: ignore[attr-defined]
-    rendezvous = SimpleNamespace(address_and_secret=SimpleNamespace(remote=lambda: address_and_secret))
-    rendezvous_client = client.RendezvousClient(rendezvous, 4, torch.device("cpu"), "gloo", RunPaths(root), 1)
-    rendezvous_client._closed.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        use_without_ray(patch, "a")
+        rendezvous_client = client.RendezvousClient(remote, 4, torch.device("cpu"), "gloo", RunPaths(root), 1)
+        rendezvous_client._closed.wait()
 
 
-class _RendezvousThread:
-    """The rendezvous and its connection server in a thread, with a clock that a test advances."""
+class _TestedThread(RendezvousThread):
+    """A rendezvous with a clock that a test advances."""
 
     def __init__(self) -> None:
-        self.now_s, self.beats = 1000.0, 0
-        self.rendezvous = Rendezvous(SILENCE_S, None, lambda: self.now_s)
-        self.server, self.loop = ConnectionServer(self.rendezvous), asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.address_and_secret = self.run(self.server.listen(LOCALHOST)), self.server.secret
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine in the rendezvous' thread and returns its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+        self.now_s = 1000.0
+        super().__init__(lambda: self.now_s)
 
     async def check_liveness(self) -> None:
         """Makes the rendezvous check which workers are silent."""
         self.rendezvous.check_liveness(self.now_s)
 
-    def member(self) -> Member | None:
-        """Returns the worker's entry in the rendezvous."""
-        return self.rendezvous._members.get("a")
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self.loop.call_soon_threadsafe(self.server.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
 
 @pytest.fixture
-def meeting() -> Iterator[_RendezvousThread]:
-    meeting = _RendezvousThread()
+def meeting() -> Iterator[_TestedThread]:
+    meeting = _TestedThread()
     yield meeting
     meeting.close()
 
 
 @pytest.fixture
-def worker(meeting: _RendezvousThread, tmp_path: Path) -> Iterator[Any]:
-    process = make_context().Process(
-        target=_run_worker, args=(meeting.address_and_secret, tmp_path / "run"), daemon=True
-    )
+def worker(meeting: _TestedThread, tmp_path: Path) -> Iterator[Any]:
+    process = make_context().Process(target=_run_worker, args=(meeting.remote, tmp_path / "run"), daemon=True)
     process.start()
-    wait_until(lambda: meeting.member() is not None, "no heartbeat")
+    wait_until(lambda: meeting.member("a") is not None, "no heartbeat")
     yield process
     process.kill()
 
@@ -93,7 +73,7 @@ def _freeze(worker: Any) -> None:
     )
 
 
-def test_a_worker_evicted_while_frozen_exits_when_it_wakes(meeting: _RendezvousThread, worker: Any) -> None:
+def test_a_worker_evicted_while_frozen_exits_when_it_wakes(meeting: _TestedThread, worker: Any) -> None:
     _freeze(worker)
     meeting.now_s += SILENCE_S + 1
     meeting.run(meeting.check_liveness())
@@ -104,10 +84,10 @@ def test_a_worker_evicted_while_frozen_exits_when_it_wakes(meeting: _RendezvousT
     assert worker.exitcode == 1, "the evicted worker continues"
 
 
-def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _RendezvousThread, worker: Any) -> None:
+def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _TestedThread, worker: Any) -> None:
     """A heartbeat is due every 1,000 s; a flag reaches the worker before, and it exits since it was evicted."""
     meeting.run(meeting.rendezvous.set_expected(1_000_000))
-    member = meeting.member()
+    member = meeting.member("a")
     wait_until(lambda: member.period_s == 1000, "the worker's heartbeat interval was not raised")
     heartbeat_s = member.heartbeat_s
     meeting.now_s += 500
@@ -121,14 +101,14 @@ def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _RendezvousTh
     )
 
 
-def test_a_killed_process_is_declared_lost_at_once(meeting: _RendezvousThread, worker: Any) -> None:
+def test_a_killed_process_is_declared_lost_at_once(meeting: _TestedThread, worker: Any) -> None:
     worker.kill()
     wait_until(lambda: set(meeting.rendezvous._lost) == {"a"}, "the rendezvous did not notice the end of the process")
     assert meeting.server.connections == {}
 
 
-def test_a_connection_without_the_secret_is_ignored(meeting: _RendezvousThread) -> None:
-    with socket.create_connection(meeting.address_and_secret[0], timeout=60) as connection:
+def test_a_connection_without_the_secret_is_ignored(meeting: _TestedThread) -> None:
+    with socket.create_connection(meeting.remote.address, timeout=60) as connection:
         connection.sendall(b"s" * 32 + pack_frame(encode(Heartbeat("b", "node", LOCALHOST, 1))))
         with suppress(ConnectionResetError):
             while connection.recv(64):
@@ -138,9 +118,9 @@ def test_a_connection_without_the_secret_is_ignored(meeting: _RendezvousThread) 
 
 @pytest.mark.parametrize("sent", [b"no JSON", b"[1, 2]", b"{}"])
 def test_a_connection_without_heartbeats_is_closed_and_others_stay(
-    meeting: _RendezvousThread, worker: Any, sent: bytes
+    meeting: _TestedThread, worker: Any, sent: bytes
 ) -> None:
-    with connect(*meeting.address_and_secret, 60) as connection:
+    with connect(meeting.remote.address, meeting.remote.secret, 60) as connection:
         connection.sendall(pack_frame(sent))
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""

@@ -39,7 +39,8 @@ def worker(name: str, **fields: Any) -> Heartbeat:
 
 
 def in_generation(beat: Heartbeat, formed: GenerationInfo, step: int) -> Heartbeat:
-    return replace(beat, generation=formed.number, rank=formed.rank, step=step, phase="compute", wait_number=0)
+    fields: Any = {"generation": formed.number, "rank": formed.rank, "step": step, "phase": "compute"}
+    return replace(beat, wait_number=0, lost=False, **fields)
 
 
 class Group:
@@ -504,6 +505,72 @@ def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(clock:
         assert not group.rendezvous.reply_for("a").abort
 
     run_scenario(scenario)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_worker_that_fails_in_the_middle_of_its_generation_breaks_it_at_once(clock: Clock, leaves: bool) -> None:
+    """It does not wait yet, since it still has to close its group, or it leaves for good."""
+
+    async def scenario(group: Group) -> None:
+        await start(group, "abc", clock)
+        failed = replace(group.beats["c"], lost=True)
+        if leaves:
+            await group.rendezvous.leave(failed)
+        else:
+            group.rendezvous.handle_heartbeat(failed)
+        assert group.rendezvous.reply_for("a").abort
+        await group.join("ab", lost=True)
+        assert sorted(group.formed()) == (["a", "b"] if leaves else []), "the next generation waits for who comes back"
+        await group.join("" if leaves else "c", lost=True)
+        assert sorted(group.formed()) == ([] if leaves else ["a", "b", "c"])
+        assert not (await group.beat("a")).abort, "the loss was that of the last generation"
+
+    run_scenario(scenario)
+
+
+def test_failed_forms_count_while_no_member_is_lost_and_none_has_formed(clock: Clock) -> None:
+    async def scenario(group: Group) -> None:
+        async def form(names: str, lost: str, phase: str = "forming") -> int:
+            await group.join(names, lost=True)
+            info = group.rendezvous.reply_for("a").formed
+            assert sorted(group.formed()) == sorted(names)
+            for name in names:
+                group.beats[name] = replace(group.beats[name], phase=phase, lost=name == lost)
+                await group.beat(name)
+            return info.failed_forms
+
+        await group.rendezvous.set_expected(3)
+        assert [await form("abc", "a") for _ in range(3)] == [0, 1, 2]
+        assert await form("abc", "a", "compute") == 3
+        assert [await form("abc", "b"), await form("abc", "")] == [0, 1]
+        group.rendezvous.on_disconnect("c")
+        clock.now += 2 * SILENCE_S
+        assert await form("ab", "") == 0
+
+    run_scenario(scenario)
+
+
+def test_a_stall_while_several_compute_ends_only_those_that_do_not_return(clock: Clock) -> None:
+    """With NCCL a worker waits for the others in its backward, too, since a device queues only so much work."""
+
+    async def scenario(group: Group) -> None:
+        await start(group, "abc", clock, step=3)
+        clock.now += 15
+        for name in "abc":
+            await group.beat(name)
+        group.rendezvous.check_liveness(clock.now)
+        replies = [group.rendezvous.reply_for(name) for name in "abc"]
+        assert [(reply.abort, reply.exit) for reply in replies] == [(True, False)] * 3
+        await group.join("ab", lost=True)
+        clock.now += 15
+        for name in "abc":
+            await group.beat(name)
+        group.rendezvous.check_liveness(clock.now)
+        for name in "abc":
+            group.rendezvous.reply_for(name)
+        assert [group.rendezvous.reply_for(name).exit for name in "abc"] == [False, False, True]
+
+    run_scenario(scenario, step_timeout_s=2.0)
 
 
 def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(clock: Clock) -> None:
