@@ -64,6 +64,8 @@ class Heartbeat:
         progress_reports: Number of times that the worker has reported progress other than a finished step.
         wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
         lost: Whether the worker's last generation broke, so that its other workers must leave it, too.
+        device: UUID of the device on which the worker computes, see `device_uuid`.
+        uses_gloo: Whether no other backend can carry what the worker sends, as on a share or a slice of a GPU.
     """
 
     worker: str
@@ -80,6 +82,8 @@ class Heartbeat:
     progress_reports: int = 0
     wait_number: int = 0
     lost: bool = False
+    device: str = ""
+    uses_gloo: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class GenerationInfo:
         hosts: Host of every rank; the ranks on one host are consecutive.
         key: The key with which a member signs its messages (`reduction.messages`), 64 hexadecimal digits; empty for
             a single worker, which has no peers.
+        uses_gloo: Whether gloo carries what the workers send, because one of them `uses_gloo`.
     """
 
     number: int
@@ -135,6 +140,7 @@ class GenerationInfo:
     port: int
     hosts: tuple[str, ...] = ()
     key: str = field(default="", repr=False, compare=False)
+    uses_gloo: bool = False
 
 
 @dataclass(frozen=True)
