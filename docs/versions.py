@@ -108,6 +108,12 @@ existed, "requirements" those of requirements.txt, with which everything else in
 |---|---|---|---|---|---|---|---|
 """
 _AFTER = """
+What only some of these versions have:
+
+| needs | for | with earlier versions |
+|---|---|---|
+| torch 2.15 | `train.strategy: fsdp` | refused before the start |
+
 With a version of Ray outside of these, all workers restart after a failure, and a warning says so: recovery in place
 changes parts of Ray Train that are not public, and is used only with the versions with which it was tried.
 """

@@ -30,8 +30,6 @@ HOST = torch.device("cpu")
 """The CPU, and the memory that it computes in."""
 HOST_GROUP = "gloo"
 """torch's name of the backend of process groups that carries tensors of the host."""
-VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The environment variable with which Ray chooses the accelerators that a process sees."""
 UNKNOWN = "unknown"
 """The description of what a build of torch or a driver does not tell."""
 
@@ -86,9 +84,31 @@ class DeviceKind:
         """Returns the number of devices that this process sees."""
         return int(self.module.device_count())
 
+    @property
+    def visible_variable(self) -> str:
+        """The environment variable with which Ray chooses the devices that a process sees."""
+        return "ZE_AFFINITY_MASK" if self.name == "xpu" else "CUDA_VISIBLE_DEVICES"
+
     def device_name(self, device: torch.device) -> str:
         """Returns the name of a device's model."""
         return str(self.module.get_device_name(device))
+
+    def uuid(self, device: torch.device) -> str:
+        """Returns what tells a device from all others, as the tools of its vendor print it; "" if torch has none."""
+        return str(getattr(self.module.get_device_properties(device), "uuid", ""))
+
+    def is_slice(self, device: torch.device) -> bool:
+        """Returns whether a device is a part of one, which the backend of process groups cannot use."""
+        del device
+        return False
+
+    def check(self, device: torch.device) -> None:
+        """Computes on a device and copies the result to the host, which raises the error of a device that has failed.
+
+        A device without free memory has not failed. A stream of its own does not wait for work that hangs.
+        """
+        with suppress(torch.OutOfMemoryError), self.enter(get_stream(device, "check", -1)):
+            (torch.ones(1, device=device) + 1).tolist()
 
     def versions(self) -> dict[str, str]:
         """Returns the versions and settings of the kind's libraries on which results depend."""
@@ -158,7 +178,20 @@ class DeviceKind:
         """Waits for all work of a device, and raises its errors."""
         self.module.synchronize(device)
 
-    # --- memory of the host that a device copies by itself
+    # --- memory of a device, and memory of the host that a device copies by itself
+
+    def limit_memory(self, device: torch.device, share: float) -> None:
+        """Limits what torch allocates on a device in this process to a share of its memory."""
+        if hasattr(self.module, "set_per_process_memory_fraction"):
+            self.module.set_per_process_memory_fraction(share, device)
+
+    def free_cache(self) -> None:
+        """Gives the memory that torch keeps for later allocations back to the devices."""
+        torch.accelerator.empty_cache()
+
+    def memory(self, device: torch.device) -> tuple[int, int] | None:
+        """Returns the free bytes and all bytes of a device's memory; None for the host."""
+        return torch.accelerator.get_memory_info(device)
 
     def lock_pages(self, address: int, size: int) -> str | None:
         """Asks the driver to page-lock a block of the host's memory; returns why it has not done so."""
@@ -203,6 +236,22 @@ class HostKind(DeviceKind):
         """Returns the instruction set, see `DeviceKind.device_name`."""
         del device
         return platform.machine()
+
+    def uuid(self, device: torch.device) -> str:
+        """Returns "": the node tells CPUs apart."""
+        del device
+        return ""
+
+    def check(self, device: torch.device) -> None:
+        """Does nothing: a CPU that has failed runs no check."""
+
+    def free_cache(self) -> None:
+        """Does nothing: memory of the host goes back by itself."""
+
+    def memory(self, device: torch.device) -> tuple[int, int] | None:
+        """Returns None: the memory of the host is not that of this process alone."""
+        del device
+        return None
 
     def use(self, device: torch.device) -> None:
         """Does nothing: a process has one CPU device."""
@@ -266,10 +315,23 @@ class CudaKind(DeviceKind):
     }
     profiler_activities = (torch.profiler.ProfilerActivity.CUDA,)
 
+    @property
+    def visible_variable(self) -> str:
+        """The variable of CUDA, or of ROCm, whose builds of torch call its devices "cuda", too."""
+        return "HIP_VISIBLE_DEVICES" if torch.version.hip else super().visible_variable
+
+    def is_slice(self, device: torch.device) -> bool:
+        """Returns whether a device is a slice of MIG; NCCL takes the slices of a GPU for one device, and refuses it."""
+        visible = os.environ.get(self.visible_variable, "").split(",")
+        return visible[min(device.index, len(visible) - 1)].startswith("MIG-") or " MIG " in query(
+            self.device_name, device
+        )
+
     def versions(self) -> dict[str, str]:
         """Returns the versions of CUDA's libraries, and which kernels may round to TF32, see `DeviceKind.versions`."""
+        cuda = f"{torch.version.cuda}, driver for {driver_version()}"
         return {
-            "cuda": f"{torch.version.cuda}, driver for {driver_version()}",
+            **({"hip": torch.version.hip} if torch.version.hip else {"cuda": cuda}),
             "cudnn": query(torch.backends.cudnn.version),
             "nccl": query(lambda: ".".join(map(str, torch.cuda.nccl.version()))),
             "tf32": query(
@@ -349,11 +411,24 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
 
     Args:
         ids: Ray's ids of the accelerators that it assigned, such as the result of `ray.get_gpu_ids`.
+
+    Raises:
+        ConfigError: The process does not see the accelerator.
     """
     kind = accelerator()
-    assigned, visible = str(ids[0]) if ids else "0", os.environ.get(VISIBLE_DEVICES)
-    visible_ids = visible.split(",") if visible else []
-    return kind.device(visible_ids.index(assigned) if assigned in visible_ids else int(assigned))
+    count, assigned = kind.count(), str(ids[0]) if ids else "0"
+    if count in (1, len(ids)):
+        # The process sees its own devices alone, whatever Ray calls them.
+        return kind.device(0)
+    visible = os.environ.get(kind.visible_variable, "").split(",")
+    index = visible.index(assigned) if assigned in visible else int(assigned) if assigned.isdecimal() else count
+    if 0 < count <= index:
+        raise ConfigError(
+            f"Ray gave this process the GPU {assigned}, which is none of the {count} that the process sees"
+            f" ({kind.visible_variable} is {','.join(visible) or 'not set'}). Leave that variable to Ray: set it before"
+            " `ray start`, and nowhere else."
+        )
+    return kind.device(index)
 
 
 # --- copies of values of the host
@@ -418,7 +493,7 @@ class CudaGraphBackend:
         # allocated, and so during a capture, too. Whether that matters is not tested, since it takes two GPUs. Memory
         # can be allocated before a capture only by private functions of torch. TORCH_DIST_USE_NCCL2=0 in the workers'
         # environment chooses the older backend class, which registers nothing.
-        self._stream, self._pool = get_stream(device, "capture"), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = get_stream(device, "capture", -1), torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """Runs work on the capture stream, see `GraphBackend.warm_up`."""

@@ -19,6 +19,7 @@
     ├── TaskError            user code raised an error; the message names the line, the step and the rows
     ├── PeerLostError        a collective failed because a worker left; a new generation has to form
     │   └── ForgedMessageError   a message has no proof that a worker of this run has sent it
+    ├── DeviceFaultError     a device does not compute any more; the worker ends and is replaced
     ├── WrongResultError     silent data corruption: this worker's result differs from that of two others
     ├── IrreproducibleError  the same share of a step has another checksum each time that it is computed
     ├── PreemptedError       the nodes of all workers are about to be taken away
@@ -156,6 +157,25 @@ class PeerLostError(RayAppError):
 
 class ForgedMessageError(PeerLostError):
     """A message of a peer has no proof that a worker of this run has sent it, so it was not read."""
+
+
+class DeviceFaultError(RayAppError):
+    """A device does not compute any more: each call raises its error, so this process ends and is replaced.
+
+    Args:
+        message: The error of the device, as the first line, and what to look at.
+        device: The device, see `ray_app.task.environment.device_label`.
+        node: Name of its node.
+    """
+
+    retryable = True
+
+    def __init__(self, message: str, device: str, node: str) -> None:
+        super().__init__(message, device, node)
+        self.message, self.device, self.node = message, device, node
+
+    def __str__(self) -> str:
+        return escape_controls(self.message)
 
 
 class WrongResultError(RayAppError):

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -42,8 +42,10 @@ __all__ = [
     # Sees every operator that runs, also those of a backward; torch documents it under this name. Without it neither a
     # CUDA graph nor a check before the start knows which memory is read and which operators run.
     "TorchDispatchMode",
-    # The tensors in the nested arguments and results of an operator, for the same purpose.
+    # The tensors in the nested arguments and results of an operator, for the same purpose, and those in the outputs of
+    # a model. Without the second an evaluation would see the short floats of autocast.
     "tree_leaves",
+    "tree_map",
 ]
 
 # The limit of the next collectives of a group, public from torch 2.15 on. Without it collectives would have the limit

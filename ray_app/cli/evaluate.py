@@ -134,11 +134,7 @@ def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> Eval
     data = open_rows(task, str(config.data.eval_path), True, config.data.read_task_mb, config.evaluate.max_rows)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
-    return EvaluationJob(
-        *(config.evaluate, task, str(paths.root), newest_fence(paths), data, options.name, True),
-        deterministic=config.train.reduction == "exact",
-        label_selector=config.scaling.label_selector,
-    )
+    return EvaluationJob.of(config, task, str(paths.root), newest_fence(paths), data, options.name, True)
 
 
 def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, console: Console) -> None:

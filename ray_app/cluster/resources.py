@@ -304,7 +304,7 @@ def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
 
 def has_evaluator(config: Config) -> bool:
     """Returns whether the run has an evaluator actor."""
-    return config.data.eval_path is not None and config.evaluate.where == "actor"
+    return config.data.eval_path is not None and config.evaluate.where != "workers"
 
 
 def evaluator_gpus(config: Config) -> float:
@@ -416,10 +416,10 @@ def _check_labeled(config: Config, nodes: Sequence[Node], workers: float) -> Non
 
 
 def resolve_scaling(config: Config, before: Config | None = None) -> Config:
-    """Returns the configuration with numbers in place of `scaling.max_workers: all` and `gpus_per_worker: auto`.
+    """Returns the configuration without `scaling.max_workers: all`, `gpus_per_worker: auto` and `evaluate.where: auto`.
 
-    An existing run keeps its numbers. For a new run they follow from the cluster that it joins, with the nodes that an
-    autoscaler may add. Without such a cluster they follow from the cores and GPUs of this machine.
+    An existing run keeps what was resolved. For a new run it follows from the cluster that it joins, with the nodes
+    that an autoscaler may add; without such a cluster, from the cores and GPUs of this machine.
 
     Args:
         config: The configuration of the user.
@@ -430,21 +430,29 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
     """
     words = {"max_workers": "all", "gpus_per_worker": "auto"}
     names = [name for name, word in words.items() if getattr(config.scaling, name) == word]
+    is_auto = config.evaluate.where == "auto"
     if before is not None:
-        return config.replace(**{f"scaling__{name}": getattr(before.scaling, name) for name in names})
+        fields = {f"scaling__{name}": getattr(before.scaling, name) for name in names}
+        if is_auto:
+            gpus = config.evaluate.num_gpus or before.evaluate.num_gpus
+            fields |= {"evaluate__where": before.evaluate.where, "evaluate__num_gpus": gpus}
+        return config.replace(**fields)
+    if is_auto and config.scaling.worker_gpus:
+        names.append("evaluate.where")
     joins_cluster = ray.is_initialized() or ray_address(config) is not None
     # A run without workers knows its GPUs without a cluster.
     if names and joins_cluster and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
         with cluster(config):
             return _resolve(config, cluster_capacity())
-    return _resolve(config, None) if names else config
+    return _resolve(config, None)
 
 
 def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
     """Returns the configuration with the numbers for a cluster of this capacity, or for this machine alone (None)."""
     if config.scaling.gpus_per_worker == "auto":
-        on_gpus = config.replace(scaling__gpus_per_worker=1)
+        on_gpus = _resolve_evaluation(config.replace(scaling__gpus_per_worker=1), capacity)
         config = on_gpus if _has_gpus(on_gpus, capacity) else config.replace(scaling__gpus_per_worker=0)
+    config = _resolve_evaluation(config, capacity)
     scaling = config.scaling
     if scaling.max_workers != "all":
         return config
@@ -465,6 +473,20 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
             fitting = count_fitting(os.cpu_count() or 1, scaling.cpus_per_worker)
         workers = max(scaling.min_workers, min(int(fitting), largest.scaling.worker_limit))
     return largest.replace(scaling__max_workers=workers)
+
+
+def _resolve_evaluation(config: Config, capacity: ClusterCapacity | None) -> Config:
+    """Returns the configuration with workers or an actor, perhaps with a GPU, in place of `evaluate.where: auto`."""
+    section, scaling = config.evaluate, config.scaling
+    if section.where != "auto":
+        return config
+    if not scaling.worker_gpus or section.num_gpus or section.workers > 1:
+        return config.replace(evaluate__where="actor")
+    if config.train.strategy_traits.can_evaluate:
+        return config.replace(evaluate__where="workers")
+    gpus = accelerator().count() if capacity is None else capacity.resources.get("GPU", 0.0)
+    unused = gpus - (scaling.worker_limit + scaling.standby_workers) * scaling.worker_gpus
+    return config.replace(evaluate__where="actor", evaluate__num_gpus=int(unused >= 1))
 
 
 def _has_gpus(config: Config, capacity: ClusterCapacity | None) -> bool:

@@ -29,11 +29,12 @@ from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
 from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
 from ray_app.config.config import Config
+from ray_app.config.strategies import list_strategies
 from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
 from ray_app.data.reader import Fetch, choose_fetch
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
-from ray_app.devices import HOST, assigned_device
-from ray_app.errors import PreemptedError, RayAppError, unwrap_app_error
+from ray_app.devices import HOST, assigned_device, kind_of
+from ray_app.errors import ConfigError, PreemptedError, RayAppError, unwrap_app_error
 from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.journal import put_event
@@ -313,7 +314,7 @@ def _prove_device(config: Config) -> torch.device:
     # NCCL reads the name of its interface once in a process.
     use_interface_of_host(ray.util.get_node_ip_address())
     device = _assigned_gpu() if config.scaling.worker_gpus else HOST
-    prove_device(device, _choose_backend(config))
+    prove_device(device, _choose_backend(config, device))
     return device
 
 
@@ -326,10 +327,24 @@ def _assigned_gpu() -> torch.device:
     return assigned_device(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def _choose_backend(config: Config) -> Literal["auto", "gloo"]:
-    """Returns `train.backend`, or gloo for workers that share a GPU, which NCCL refuses, or that form no group."""
-    has_group = config.train.strategy != "parameter_server"
-    return "gloo" if 0 < config.scaling.worker_gpus < 1 or not has_group else config.train.backend
+def _choose_backend(config: Config, device: torch.device) -> Literal["auto", "gloo"]:
+    """Returns `train.backend`, or gloo for a worker without a group, or with a share or a slice of a GPU.
+
+    NCCL refuses shares and slices.
+
+    Raises:
+        ConfigError: The strategy cannot use gloo on a slice; the rules of the configuration refuse shares.
+    """
+    if 0 < config.scaling.worker_gpus < 1 or config.train.strategy_traits.has_servers:
+        return "gloo"
+    if not kind_of(device).is_slice(device):
+        return config.train.backend
+    if config.scaling.max_workers != 1 and not config.train.strategy_traits.can_share_gpus:
+        raise ConfigError(
+            f"The GPU of a worker is a slice of one (MIG), and train.strategy is {config.train.strategy}: NCCL does not"
+            f" connect slices. Use {list_strategies(lambda t: t.can_share_gpus)}, scaling.max_workers 1, or whole GPUs."
+        )
+    return "gloo"
 
 
 def _run_worker(worker_config: dict[str, Any]) -> None:
@@ -348,7 +363,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         args.rendezvous,
         job.plan.logical_workers,
         device,
-        _choose_backend(job.config),
+        _choose_backend(job.config, device),
         job.paths,
         job.fence,
         group_size,

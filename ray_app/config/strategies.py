@@ -77,6 +77,11 @@ class StrategyTraits:
     detects_stragglers: bool = False
 
     @property
+    def can_evaluate(self) -> bool:
+        """Whether the workers can evaluate, see `evaluate.where`."""
+        return all((one.field, one.value) != ("evaluate.where", "workers") for one in self.refused_values)
+
+    @property
     def has_workers(self) -> bool:
         """Whether workers train; otherwise the calling process does."""
         return self.in_process_form_of is None

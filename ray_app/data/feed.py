@@ -214,7 +214,7 @@ class Upload:
     """Copies micro-batches to a device through pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, SideStream(device, "upload")
+        self._device, self._side = device, SideStream(device, "upload", -1)
 
     def send(self, batches: list[MicroBatch]) -> Uploaded:
         """Starts the copies without waiting for them; pinned memory is used again once they are done."""

@@ -28,6 +28,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import combine, score
+from ray_app.task.precision import Precision
 from ray_app.task.ragged import Field, concat_fields, to_batch
 from ray_app.train.job import Job
 
@@ -153,8 +154,9 @@ class Result:
         model = self.load_model(checkpoint)
         if workers is None:
             rows = decode_inputs(self.task, data, read_texts(job), targets=True).fields
-            fixed = job.config.evaluate.fixed_batches
-            return combine(self.task, score(self.task, model, rows, size, HOST, fixed=fixed)).values
+            fixed, precision = job.config.evaluate.fixed_batches, Precision.of(job.config.train)
+            chunks = score(self.task, model, rows, size, HOST, fixed=fixed, precision=precision)
+            return combine(self.task, chunks).values
         if not isinstance(data, str):
             raise ConfigError(
                 f"workers={workers} evaluates a folder or file of Parquet that the actors read, and got columns of this"
@@ -168,11 +170,7 @@ class Result:
         from ray_app.evaluate.evaluator import score_on_actors
         from ray_app.evaluate.job import EvaluationJob
 
-        evaluation = EvaluationJob(
-            *(config.evaluate, self.task, str(self.path), job.fence, open_rows(self.task, data)),
-            deterministic=config.train.reduction == "exact",
-            label_selector=config.scaling.label_selector,
-        )
+        evaluation = EvaluationJob.of(config, self.task, str(self.path), job.fence, open_rows(self.task, data))
         with cluster(config):
             return combine(self.task, score_on_actors(evaluation, model.state_dict())).values
 

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -308,11 +308,20 @@ class _Scorer:
         """Loads the parameters and buffers of a checkpoint."""
         self._model.load_state_dict(state)
 
-    def score(self, arrays: Arrays, part: int, parts: int) -> Iterable[Chunk]:
-        """Scores every `parts`-th chunk of the data, see `score`."""
-        job, fixed = self._job, self._job.section.fixed_batches
-        size, manifest = job.section.batch_size, job.data.manifest
-        return score(job.task, self._model, arrays, size, self._device, part, parts, fixed=fixed, manifest=manifest)
+    def score(self, arrays: Arrays, part: int, parts: int) -> Iterator[Chunk]:
+        """Scores every `parts`-th chunk of the data, see `score`; a failed device ends the process of an actor."""
+        job, manifest = self._job, self._job.data.manifest
+        where, fixed = (job.section.batch_size, self._device, part, parts), job.section.fixed_batches
+        try:
+            yield from score(
+                job.task, self._model, arrays, *where, fixed=fixed, manifest=manifest, precision=job.precision
+            )
+        except Exception as error:
+            if (fault := environment.find_device_fault(error)) is None or _this_actor() is None:
+                raise
+            put_event(job.paths, "device_fault", job.fence, name=fault.node, device=fault.device, reason=str(fault))
+            # Ray starts another process for the actor.
+            os._exit(1)
 
 
 class _ScoringActor:

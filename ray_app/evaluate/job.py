@@ -6,12 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ray_app.checkpoint.store import ALL_CHECKPOINTS, CheckpointStore, Commit, Pin
+from ray_app.config.config import Config
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import RowSource
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import to_location
 from ray_app.task.base import Task
+from ray_app.task.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class EvaluationJob:
         attached: Whether it belongs to another job than the run's driver.
         deterministic: Whether it computes with deterministic kernels, as the workers do with `reduction: exact`.
         label_selector: The value of `scaling.label_selector`.
+        precision: How the model computes.
     """
 
     section: EvaluateSection
@@ -35,6 +38,26 @@ class EvaluationJob:
     attached: bool = False
     deterministic: bool = True
     label_selector: dict[str, str] | None = None
+    precision: Precision = Precision()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        task: Task,
+        run_root: str,
+        fence: int,
+        data: RowSource,
+        name: str | None = None,
+        attached: bool = False,
+    ) -> EvaluationJob:
+        """Returns the job with the settings of a run."""
+        return cls(
+            *(config.evaluate, task, run_root, fence, data, name, attached),
+            deterministic=config.train.reduction == "exact",
+            label_selector=config.scaling.label_selector,
+            precision=Precision.of(config.train),
+        )
 
     @property
     def paths(self) -> RunPaths:

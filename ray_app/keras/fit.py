@@ -432,9 +432,7 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
     """Returns how each epoch is evaluated: by the workers where the strategy allows it, as `Model.fit` does."""
     # `load_config` refuses a strategy that does not exist.
     traits = STRATEGIES.get(strategy)
-    if traits is not None and ("evaluate.where", "workers") in {
-        (one.field, one.value) for one in traits.refused_values
-    }:
+    if traits is not None and not traits.can_evaluate:
         # An evaluator that lags behind may skip no epoch.
         return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
     return {"evaluate.where": "workers"}

@@ -21,7 +21,7 @@ import torch
 from ray_app.cluster.resources import cluster, cluster_capacity
 from ray_app.config.config import Config
 from ray_app.config.strategies import StrategyName
-from ray_app.devices import HOST, VISIBLE_DEVICES
+from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
@@ -194,7 +194,8 @@ def _replicas_of(devices: list[str] | None) -> tuple[int, dict[str, Any]]:
     if numbers != list(range(len(numbers))):
         raise ConfigError(
             f"devices are {devices}; workers use the first GPUs that this process sees. Start it with"
-            f" {VISIBLE_DEVICES}={','.join(map(str, numbers))}, and name gpu:0 to gpu:{len(numbers) - 1}."
+            f" {accelerator().visible_variable}={','.join(map(str, numbers))}, and name gpu:0 to"
+            f" gpu:{len(numbers) - 1}."
         )
     return len(devices), {"scaling.gpus_per_worker": 1}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +59,13 @@ logger = logging.getLogger(__name__)
 
 _CODE_ERRORS = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
 """Errors of code that is wrong for any number of rows."""
+_TIMED_ROWS = 2
+_BACKWARD_FACTOR = 3
+"""Time of a forward and a backward, divided by that of the forward."""
+_GPU_SPEEDUP = 50
+"""Assumed speed of a GPU, divided by that of a thread of a CPU."""
+_MIN_EVALUATION_S = 30.0
+"""An evaluation that takes less is not warned of: a few rows say too little."""
 _UNSUPPORTED_STEP = re.compile("closure|dense")
 """Words of PyTorch's errors if a dense gradient is not enough for a step (`LBFGS`, `SparseAdam`)."""
 
@@ -211,6 +219,40 @@ def check_eval_targets(context: PreflightContext) -> None:
         context.task.refuse_target(context.eval_rows)
     except ValueError as error:
         raise ConfigError(f"data.eval_path {context.config.data.eval_path}, in the first rows: {error}.") from error
+
+
+def check_evaluation_time(context: PreflightContext) -> list[str]:
+    """Warns if an evaluation takes longer than the steps between two checkpoints, by the time that a few rows take."""
+    config, job = context.config, context.job
+    assert context.eval_rows is not None
+    assert context.eval_source is not None
+    section, scaling, rows = config.evaluate, config.scaling, context.eval_source.manifest.num_rows
+    steps = job.planned_evaluations(job.total_steps)[0]
+    worker_speed = _GPU_SPEEDUP * scaling.worker_gpus or scaling.threads_per_worker
+    train_speed = worker_speed * scaling.worker_limit
+    actor_speed = section.workers * (_GPU_SPEEDUP * section.num_gpus or section.threads)
+    evaluation_s = rows * _seconds_per_row(context, context.eval_rows, evaluates=True)
+    evaluation_s /= train_speed if job.workers_evaluate else actor_speed
+    training_s = _BACKWARD_FACTOR * steps * config.data.global_batch_size / train_speed
+    training_s *= _seconds_per_row(context, context.rows, evaluates=False)
+    if evaluation_s < max(training_s, _MIN_EVALUATION_S):
+        return []
+    effect = "training waits for it" if job.workers_evaluate else "the evaluator falls behind, and the end waits for it"
+    speed_up = "" if job.workers_evaluate or section.num_gpus else ", evaluate.num_gpus: 1, more evaluate.num_cpus"
+    return [
+        f"An evaluation of {rows:,} rows takes about {evaluation_s / training_s:.1f} times as long as the {steps:,}"
+        f" steps between two checkpoints, by the time of a few rows on this CPU (a GPU counts as {_GPU_SPEEDUP} of its"
+        f" threads): {effect}. Evaluate fewer rows (evaluate.max_rows){speed_up}, or make fewer checkpoints"
+        " (checkpoint.every_steps, every_epochs)."
+    ]
+
+
+def _seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -> float:
+    """Returns the time of the forward of a row on one thread, from that of the first row, `_TIMED_ROWS` times."""
+    few = {name: concat_fields([values[:1]] * _TIMED_ROWS) for name, values in rows.items()}
+    began_s = time.perf_counter()
+    context.row_probe.run(few, evaluates, "a few rows")
+    return (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
 
 
 def try_optimizers(context: PreflightContext) -> None:

@@ -272,6 +272,14 @@ def check_shardable(model: nn.Module) -> None:
 
     Shards are other tensors than the parameters, and neither hooks nor other attributes of the model follow.
     """
+    # Importing it takes a while.
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError(
+            f"train.strategy is fsdp, which needs PyTorch 2.15, and this is {torch.__version__}: earlier versions send"
+            " no zeros for parameters that a pass leaves out. Install torch 2.15 on all nodes, or use ddp."
+        )
     for name, p in model.named_parameters():
         if not p.ndim or not p.numel():
             raise ConfigError(

@@ -96,11 +96,7 @@ def prepare(config: Config) -> Prepared:
                 warnings += outcome.warnings
         job, data = context.job, context.eval_source
         evaluation = (
-            EvaluationJob(
-                *(context.config.evaluate, job.task, job.run_root, 0, data),
-                deterministic=context.config.train.reduction == "exact",
-                label_selector=context.config.scaling.label_selector,
-            )
+            EvaluationJob.of(context.config, job.task, job.run_root, 0, data)
             if data is not None and not job.workers_evaluate
             else None
         )

@@ -243,10 +243,11 @@ class BucketedReducer(GradientReducer):
         self._pipelines: list[Iterator[Bucket]] = []
         self._deferred: list[Iterator[Bucket]] = []
         self._is_on_device = world.has_device_collectives
-        self._side = SideStream(next(model.parameters()).device, "reduction", -1)
+        device = next(model.parameters()).device
+        self._side = SideStream(device, "reduction", -1)
         # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may send
         # buckets in another order than the threads of other ranks, which direct transports allow.
-        self._thread = SideThread() if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
+        self._thread = SideThread(device) if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
         self._names = {p: name for name, p in model.named_parameters()}
         self._positions = {p: position for position, p in enumerate(self._parameters)}
         self._watched: set[int] = set()

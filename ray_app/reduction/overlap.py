@@ -83,12 +83,16 @@ class SideThread:
     """A thread that runs calls in the order in which they are queued; it starts when the first call is queued.
 
     It is a daemon thread: it may wait for a peer, and then the process must be able to end without it.
+
+    Args:
+        device: The device that the thread uses; a new thread would use the first one, which may be that of another
+            process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         self._pending: list[Future[None]] = []
-        self._thread = threading.Thread(target=_run_queue, args=(self._queue,), name="reduction", daemon=True)
+        self._thread = threading.Thread(target=_run_queue, args=(self._queue, device), name="reduction", daemon=True)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queues a call."""
@@ -115,8 +119,9 @@ class SideThread:
         self._queue.put(None)
 
 
-def _run_queue(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+def _run_queue(queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None], device: torch.device) -> None:
     """Runs the calls of a queue until its next item is None."""
+    kind_of(device).use(device)
     while (item := queue.get()) is not None:
         work, done = item
         try:

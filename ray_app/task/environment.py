@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 
 from ray_app.config.config import Config
 from ray_app.config.variables import recorded_variables
-from ray_app.devices import DETERMINISTIC_VARIABLES, accelerator, kind_of, query
-from ray_app.errors import ConfigError
+from ray_app.devices import DETERMINISTIC_VARIABLES, UNKNOWN, accelerator, kind_of, query
+from ray_app.errors import ConfigError, DeviceFaultError
 from ray_app.process import set_variables, temporary_folder
 from ray_app.torch_private import is_compiler_imported, lift_recompile_limit
 
 # torch needs an integer here and has no value for "no limit".
 _NO_RECOMPILE_LIMIT = 2**30
+_DEVICE_ERROR = re.compile("(cuda|hip|xpu|cudnn|miopen) (error|failure)")
+_FAILED_ASSERTION = "device-side assert"
 
 
 def set_up_torch(config: Config, device: torch.device) -> None:
@@ -41,6 +45,10 @@ def set_up_torch(config: Config, device: torch.device) -> None:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(temporary_folder() / "torchinductor"))
     kind = kind_of(device)
     kind.use(device)
+    share = config.scaling.worker_gpus
+    if 0 < share < 1 and config.train.strategy_traits.has_workers:
+        # Otherwise one worker could take the memory of all others on the device. A notebook keeps the whole.
+        kind.limit_memory(device, share)
     kind.set_up_kernels(device, config.train.reduction == "exact")
 
 
@@ -90,6 +98,54 @@ def restore_process_state() -> Iterator[None]:
             use_deterministic_algorithms(debug_mode > 0, refuses=debug_mode > 1)
 
 
+@cache
+def device_uuid(device: torch.device) -> str:
+    """Returns what tells a device from all others, see `DeviceKind.uuid`; kept for when the device has failed."""
+    uuid = query(kind_of(device).uuid, device)
+    return "" if uuid == UNKNOWN else uuid
+
+
+def device_model(device: torch.device) -> str:
+    """Returns kind and model of a device, such as "cuda NVIDIA H200"."""
+    return f"{device.type} {query(kind_of(device).device_name, device)}"
+
+
+def device_label(device: torch.device) -> str:
+    """Returns kind, model and UUID of a device, for events; results depend on the first two alone."""
+    return ", ".join(part for part in (device_model(device), device_uuid(device)) if part)
+
+
+def find_device_fault(error: BaseException) -> DeviceFaultError | None:
+    """Returns the fault of this thread's device if an error comes from one that does not compute any more, or None.
+
+    After some errors, such as one of its memory or an access to an illegal address, each later call of CUDA in the
+    process raises the same error. So does a failed assertion, which is no fault: an operation got values that it
+    refuses, such as an index out of range.
+    """
+    if isinstance(error, DeviceFaultError):
+        return error
+    kind = accelerator()
+    is_of_device = isinstance(error, torch.AcceleratorError) or _DEVICE_ERROR.search(str(error).lower())
+    if not is_of_device or not kind.module.is_initialized():
+        return None
+    device = kind.device(kind.module.current_device())
+    try:
+        kind.check(device)
+        return None
+    except RuntimeError as failure:
+        text = str(failure).partition("\n")[0]
+    if _FAILED_ASSERTION in text:
+        return None
+    name, node = device_label(device), platform.node()
+    return DeviceFaultError(
+        f"{text}\nThe device {name} of {node} does not compute any more, so this process ends. The cause is the"
+        " hardware, its driver, or a kernel of an extension that leaves its memory. On that node the output of dmesg"
+        " says which, in lines with Xid.",
+        name,
+        node,
+    )
+
+
 def describe(device: torch.device) -> dict[str, str]:
     """Returns the environment that a checkpoint records: what results depend on besides configuration and data.
 
@@ -99,7 +155,7 @@ def describe(device: torch.device) -> dict[str, str]:
     kind = kind_of(device)
     return {
         "torch": torch.__version__,
-        "device": f"{kind.name} {query(kind.device_name, device)}",
+        "device": device_model(device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         **kind.versions(),

@@ -21,13 +21,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from ray_app.devices import kind_of
+from ray_app.devices import kind_of, to_device
 from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import Manifest
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.losses import Losses
 from ray_app.task.metric_states import load_states, make_metrics, metric_parts, reset_parts, state_key, states_of
+from ray_app.task.precision import Precision
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import use_eager_roi_align
@@ -90,6 +91,7 @@ def score(
     keep: Container[str] | None = None,
     forward: Callable[[nn.Module, Batch], Any] | None = None,
     manifest: Manifest | None = None,
+    precision: Precision = Precision(),
 ) -> Iterator[Chunk]:
     """Scores a data set, or every `parts`-th chunk of it, and yields the results of each chunk.
 
@@ -103,6 +105,7 @@ def score(
             `evaluate.fixed_batches`.
         keep: Names of the metrics to keep the states of; None: all.
         forward: Computes the outputs of a model for a batch; None: the task's `eval_outputs`.
+        precision: How the model computes.
 
     Raises:
         DataError: The loss of a row is NaN or infinite, and so is a value of the row.
@@ -117,14 +120,16 @@ def score(
     row_bytes = sum(values[:1].nbytes for values in arrays.values())
     step = size if fixed else chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
     for low in range(part * step, rows, parts * step):
-        batch = {name: values.to(device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
+        batch = {name: to_device(values, device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()
         # Not in inference mode: workers evaluate the model that they train, and backward cannot use tensors that the
         # model would make here and keep.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
-            for first, some, outputs in _forward_passes(partial(forward or task.eval_outputs, model), batch, size):
+            for first, some, outputs in _forward_passes(
+                partial(precision.outputs, forward or task.eval_outputs, model), batch, size
+            ):
                 losses.append(Losses.of(task.compute_loss(model, outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]

@@ -33,6 +33,8 @@ _ON_DEVICE = "CUDA error"
 class user_code:
     """A context that calls the code of a task, and turns its errors into a `TaskError`.
 
+    The error of a device that has failed becomes a `DeviceFaultError`, see `find_device_fault`.
+
     It is a class, because each step enters several, and a generator is slower. `activity` says what the code does, and
     `positions` on which rows, as manifest positions; both are called only after an error.
     """
@@ -46,10 +48,14 @@ class user_code:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the context and converts an error of the code, see the class."""
+        """Leaves the context and converts an error, see the class."""
         if isinstance(error, Exception) and not isinstance(error, RayAppError):
-            raise TaskError(
-                describe_error(error), format_calls(error), self._activity(), tuple(self._positions())
+            # Readers, which use no device, import this module.
+            from ray_app.task.environment import find_device_fault
+
+            raise (
+                find_device_fault(error)
+                or TaskError(describe_error(error), format_calls(error), self._activity(), tuple(self._positions()))
             ) from error
 
 

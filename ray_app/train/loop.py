@@ -110,6 +110,7 @@ class _Worker:
         self._rank = 0
         # With local SGD `TrainingState.step` stays that of the last average, while this counts every step.
         self._finished_steps = 0
+        self._has_stepped = False
         if hooks.built is not None:
             hooks.built(self._state.model)
 
@@ -133,10 +134,7 @@ class _Worker:
             # These flags remain if this worker has to leave before a generation forms; without `REFORM` the run would
             # count as over below.
             flags = Flags.REFORM
-            # Errors, optimizers with schedules and sharded models form reference cycles: what the last generation left
-            # on the device would stay allocated while the next one allocates the same again. Only objects created
-            # after `_gc_frozen` are examined, which takes milliseconds.
-            gc.collect()
+            self._free_device()
             try:
                 joined = self._membership.generation(self._state.step, broken_since_s is not None)
                 with joined as (group, generation), self._state.sync.bind(group) as world, translate_peer_errors():
@@ -170,6 +168,21 @@ class _Worker:
             if self._membership.is_leaving():
                 self._leave(flags)
                 return False
+
+    def _free_device(self) -> None:
+        """Frees what the last generation has left on the device; raises the error of a device that has failed.
+
+        A failed device fails the collectives, too, which looks like a lost peer. The others would wait for this worker
+        while their next process group forms.
+        """
+        # Errors, optimizers with schedules and sharded models form reference cycles, which would stay allocated while
+        # the next generation allocates the same again. Only objects created after `_gc_frozen` are examined, which
+        # takes milliseconds.
+        gc.collect()
+        kind = kind_of(self._device)
+        kind.check(self._device)
+        # The buffers of the next process group are not in memory that torch keeps for itself.
+        kind.free_cache()
 
     def close(self) -> None:
         """Frees the resources of this worker and writes what is still pending."""
@@ -269,6 +282,8 @@ class _Worker:
                     timer.data_wait_s = data_wait_s
                 result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
                 self._finished_steps += 1
+                if not self._has_stepped:
+                    self._record_memory(world)
                 if self._profile is not None:
                     self._profile.after(self._finished_steps)
                 self._step_log.record_step(
@@ -298,6 +313,15 @@ class _Worker:
                 if straggler_reporter.proposed_assignment is not None:
                     break
         return Flags(0)
+
+    def _record_memory(self, world: World) -> None:
+        """Writes the event `device_memory` after the first step of this worker, if it is rank 0."""
+        self._has_stepped = True
+        if world.rank == 0 and (memory := kind_of(self._device).memory(self._device)) is not None:
+            gb, of_gb = (round(size / 1e9, 1) for size in memory)
+            name = environment.device_label(self._device)
+            details = {"step": self._finished_steps, "device": name, "gb": gb, "of_gb": of_gb}
+            put_event(self._job.paths, "device_memory", self._job.fence, **details)
 
     def _save_if_due(self, cursor: Cursor, result: StepResult) -> None:
         """Makes the checkpoint and the snapshot that are due after a step; a collective then.

@@ -65,6 +65,8 @@ class Heartbeat:
         wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
         lost: Whether the worker's generation broke, or the last one if it waits, so that its other workers must leave
             it, too.
+        device: UUID of the device on which the worker computes, see `device_uuid`.
+        uses_gloo: Whether no other backend can carry what the worker sends, as on a share or a slice of a GPU.
     """
 
     worker: str
@@ -81,6 +83,8 @@ class Heartbeat:
     progress_reports: int = 0
     wait_number: int = 0
     lost: bool = False
+    device: str = ""
+    uses_gloo: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class GenerationInfo:
         hosts: Host of every rank; the ranks on one host are consecutive.
         key: The key with which a member signs its messages (`reduction.messages`), 64 hexadecimal digits; empty for
             a single worker, which has no peers.
+        uses_gloo: Whether gloo carries what the workers send, because one of them `uses_gloo`.
         failed_forms: Number of generations in a row before this one that did not form although no member was lost.
     """
 
@@ -137,6 +142,7 @@ class GenerationInfo:
     port: int
     hosts: tuple[str, ...] = ()
     key: str = field(default="", repr=False, compare=False)
+    uses_gloo: bool = False
     failed_forms: int = 0
 
 

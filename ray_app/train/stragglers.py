@@ -32,7 +32,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.reduction.messages import gather
 from ray_app.runlog.journal import put_event
-from ray_app.task.environment import describe
+from ray_app.task.environment import device_label
 from ray_app.train.job import Job
 from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import TimeBreakdown, TimeValues
@@ -400,7 +400,7 @@ class StragglerReporter:
     def _record(self, events: list[Straggler]) -> None:
         """Writes events, each with the process and device of the straggler; a collective."""
         workers = gather(
-            {"name": platform.node(), "pid": os.getpid(), "device": describe(self._device)["device"]}, self._world
+            {"name": platform.node(), "pid": os.getpid(), "device": device_label(self._device)}, self._world
         )
         if self._world.rank == 0:
             for straggler in events:

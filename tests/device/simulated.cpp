@@ -107,11 +107,14 @@ struct Simulator {
   std::recursive_mutex mutex;
   int num_devices = 2;
   size_t capacity = size_t{4} << 30;
+  size_t limit = capacity;  // bytes of each device that may be in use
   std::vector<Arena> arenas;
   std::vector<int> next_stream;
   std::vector<c10::CachingDeviceAllocator::DeviceStats> stats;
   std::map<const char*, Block> blocks;
   std::map<std::pair<int, size_t>, std::vector<char*>> free_blocks;  // by stream and size, the newest last
+  std::map<std::pair<int, size_t>, std::vector<char*>> returned;     // by device and size: not the allocator's any more
+  std::map<int, int64_t> outside;                                    // memory that others than the allocator use, by device
   std::map<int, Clocks> streams;
   std::map<int, std::vector<Access>> freed;  // uses of freed memory by streams other than its own, by its stream
   Clocks host;
@@ -262,6 +265,11 @@ void check_freed_memory(int stream) {
                           stream_name(used.stream), " may still use it; record_stream was not called"));
 }
 
+int64_t free_memory(int device) {
+  auto& s = simulator();
+  return static_cast<int64_t>(s.limit) - s.stats[device].reserved_bytes[0].current - s.outside[device];
+}
+
 struct DeviceMemory final : c10::DeviceAllocator {
   DataPtr allocate(size_t bytes) override {
     auto& s = simulator();
@@ -275,7 +283,10 @@ struct DeviceMemory final : c10::DeviceAllocator {
     auto& arena = s.arenas[current_device];
     auto& reusable = s.free_blocks[{stream, size}];
     bool is_refused = s.allocations_until_failure >= 0 && s.allocations_until_failure-- == 0;
-    if (is_refused || (reusable.empty() && arena.end + size > s.capacity)) {
+    if (reusable.empty() && static_cast<int64_t>(size) > free_memory(current_device)) emptyCache({0, 0});
+    auto& returned = s.returned[{current_device, size}];
+    bool is_full = static_cast<int64_t>(size) > free_memory(current_device) || (returned.empty() && arena.end + size > s.capacity);
+    if (is_refused || (reusable.empty() && is_full)) {
       ++s.stats[current_device].num_ooms;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated). Tried to allocate ", bytes, " bytes.");
     }
@@ -284,8 +295,13 @@ struct DeviceMemory final : c10::DeviceAllocator {
       address = reusable.back();
       reusable.pop_back();
     } else {
-      address = arena.device + arena.end;
-      arena.end += size;
+      if (returned.empty()) {
+        address = arena.device + arena.end;
+        arena.end += size;
+      } else {
+        address = returned.back();
+        returned.pop_back();
+      }
       s.stats[current_device].reserved_bytes[0].increase(size);
       memset(host_address(address), kPoison, size);
     }
@@ -298,7 +314,17 @@ struct DeviceMemory final : c10::DeviceAllocator {
     memcpy(host_address(to), host_address(from), bytes);
   }
   bool initialized() override { return true; }
-  void emptyCache(MempoolId_t) override {}
+  void emptyCache(MempoolId_t) override {
+    auto& s = simulator();
+    Lock lock(s.mutex);
+    for (auto& [key, addresses] : s.free_blocks) {
+      int device = key.first / kMaxStreams;
+      s.stats[device].reserved_bytes[0].decrease(key.second * addresses.size());
+      auto& returned = s.returned[{device, key.second}];
+      returned.insert(returned.end(), addresses.begin(), addresses.end());
+      addresses.clear();
+    }
+  }
   void recordStream(const DataPtr& data, Stream stream) override {
     Lock lock(simulator().mutex);
     if (data.get() != nullptr) block_of(data.get()).recorded.insert(stream_key(stream));
@@ -307,8 +333,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex device) override { simulator().stats[device].allocated_bytes[0].reset_peak(); }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
-    auto& s = simulator();
-    return {s.capacity - s.stats[device].allocated_bytes[0].current, s.capacity};
+    Lock lock(simulator().mutex);
+    return {static_cast<size_t>(std::max<int64_t>(0, free_memory(device))), simulator().limit};
   }
 };
 DeviceMemory device_memory;
@@ -847,6 +873,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard<std::mutex> lock(PinnedMemory::mutex);
     TORCH_CHECK(PinnedMemory::locked.erase(reinterpret_cast<const char*>(address)), "the block is not locked");
   });
+  m.def("locked_bytes", [] {
+    std::lock_guard<std::mutex> lock(PinnedMemory::mutex);
+    size_t sum = 0;
+    for (auto& [address, size] : PinnedMemory::locked) sum += size;
+    return sum;
+  });
+  // Memory of a device that is not the allocator's, as of a communicator of NCCL; a negative size gives it back.
+  m.def("take_memory", [](int device, int64_t size) {
+    Lock lock(simulator().mutex);
+    TORCH_CHECK(size <= free_memory(device), "unhandled cuda error: Cuda failure 2 'out of memory'");
+    simulator().outside[device] += size;
+  });
+  m.def("set_limit", [](size_t limit) { simulator().limit = limit; });
   m.def("num_synchronizations", [] { return simulator().num_synchronizations; });
   m.def("fail_allocation", [](int64_t number) { simulator().allocations_until_failure = number - 1; });
   m.def("fail_device", [](int device, const std::string& message) {

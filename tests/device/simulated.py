@@ -132,6 +132,9 @@ class _DeviceModule(types.ModuleType):
         del device
         return "simulated"
 
+    def get_device_properties(self, device: Any = None) -> Any:
+        return types.SimpleNamespace(uuid=f"uuid-of-{_index(device)}")
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 

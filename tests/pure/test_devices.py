@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config
 from ray_app.devices import HOST, KINDS, DeviceKind, accelerator, assigned_device, kind_of
 from ray_app.errors import ConfigError
+from ray_app.reduction.overlap import SideThread
 from ray_app.task import environment
 from ray_app.task.environment import set_threads_and_kernels
 from tests.support.library_names import Names
@@ -29,31 +31,105 @@ PACKAGE = ROOT / "ray_app"
 
 
 @pytest.mark.parametrize(
-    ("ids", "visible", "index"),
+    ("ids", "visible", "count", "index"),
     [
         # Ray hides the GPUs of the other workers of the node, or does not.
-        ([3], "3", 0),
-        ([3], "0,1,2,3", 3),
-        ([2], "2,3", 0),
+        ([3], "3", 1, 0),
+        ([3], "0,1,2,3", 4, 3),
+        ([2], "2,3", 2, 0),
         # Ray gives the ids of a worker that joins later as strings.
-        (["3"], "2,3", 1),
+        (["3"], "2,3", 2, 1),
         # Ray does not set the variable.
-        ([3], None, 3),
-        ([0], "", 0),
+        ([3], None, 4, 3),
+        # The process sees one device; which variable hides the others does not matter.
+        (["3"], None, 1, 0),
+        (["MIG-b"], "MIG-a", 1, 0),
+        (["MIG-b"], "MIG-a,MIG-b", 2, 1),
+        # The process has no driver, and nothing computes on the device.
+        ([0], "", 0, 0),
+        ([3], "3", 0, 0),
+        (["MIG-b"], None, 0, 0),
         # The worker has two GPUs and uses the first.
-        ([2, 3], "0,1,2,3", 2),
-        (["GPU-b2"], "GPU-a1,GPU-b2", 1),
+        ([2, 3], "0,1,2,3", 4, 2),
+        ([2, 3], None, 2, 0),
+        (["GPU-b2"], "GPU-a1,GPU-b2", 2, 1),
         # The process is not a Ray worker.
-        ([], None, 0),
+        ([], None, 4, 0),
     ],
 )
 def test_a_worker_computes_on_the_gpu_that_ray_gave_it(
-    monkeypatch: pytest.MonkeyPatch, ids: list[int | str], visible: str | None, index: int
+    monkeypatch: pytest.MonkeyPatch, ids: list[int | str], visible: str | None, count: int, index: int
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    see_devices(monkeypatch, "CUDA_VISIBLE_DEVICES", visible, count)
     assert assigned_device(ids) == torch.device("cuda", index)
+
+
+def see_devices(patch: pytest.MonkeyPatch, variable: str, visible: str | None, count: int) -> None:
+    """Lets this process see some GPUs, as a variable says."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        patch.delenv(name, raising=False)
+    if visible is not None:
+        patch.setenv(variable, visible)
+    patch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(("hip", "index"), [(None, 3), ("6.4", 1)])
+def test_the_visible_devices_of_rocm_have_a_variable_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, index: int
+) -> None:
+    see_devices(monkeypatch, "HIP_VISIBLE_DEVICES", "0,3,5,6", 4)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert assigned_device(["3"]) == torch.device("cuda", index)
+    assert ({"cuda", "hip"} & KINDS["cuda"].versions().keys()) == {"hip" if hip else "cuda"}
+
+
+@pytest.mark.parametrize("assigned", ["MIG-c", "GPU-c3", "7"])
+def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch, assigned: str) -> None:
+    see_devices(monkeypatch, "CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b", 2)
+    with pytest.raises(ConfigError, match=f"the GPU {assigned}, which is none of the 2 .*VISIBLE_DEVICES is MIG-a,MIG"):
+        assigned_device([assigned])
+
+
+@pytest.mark.parametrize(
+    ("visible", "name", "index", "is_slice"),
+    [
+        ("MIG-a", "NVIDIA H100", 0, True),
+        ("GPU-a1,MIG-b", "NVIDIA H100", 1, True),
+        ("GPU-a1,MIG-b", "NVIDIA H100", 0, False),
+        # In a container the variable need not be set.
+        (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb", 0, True),
+        (None, "NVIDIA H100", 3, False),
+    ],
+)
+def test_slices_of_a_gpu_are_recognized(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, name: str, index: int, is_slice: bool
+) -> None:
+    see_devices(monkeypatch, "CUDA_VISIBLE_DEVICES", visible, 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert KINDS["cuda"].is_slice(torch.device("cuda", index)) == is_slice
+
+
+@pytest.mark.parametrize(("share", "strategy", "limits"), [(0.25, "ddp", [0.25]), (1, "ddp", []), (0.25, "single", [])])
+def test_a_worker_with_a_share_of_a_gpu_gets_that_share_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, share: float, strategy: str, limits: list[float]
+) -> None:
+    set_limits = list[float]()
+    for name in ("use", "set_up_kernels"):
+        monkeypatch.setattr(KINDS["cuda"], name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: set_limits.append(share))
+    config = Config().replace(scaling__gpus_per_worker=share, train__strategy=strategy)
+    with environment.restore_process_state():
+        environment.set_up_torch(config, torch.device("cuda", 0))
+    assert set_limits == limits
+
+
+def test_a_helper_thread_uses_the_device_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = list[tuple[str, torch.device]]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device)))
+    thread = SideThread(torch.device("cuda", 2))
+    thread.submit(lambda: None)
+    thread.join()
+    assert used == [("reduction", torch.device("cuda", 2))]
 
 
 def test_ray_client_is_refused() -> None:

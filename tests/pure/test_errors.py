@@ -11,6 +11,7 @@ from ray_app import errors
 ALL = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.RayAppError)]
 ARGUMENTS = {
     errors.BadRowError: ("a/part-0.parquet", 3, 17, "not an image"),
+    errors.DeviceFaultError: ("CUDA error: uncorrectable ECC error", "cuda NVIDIA H200, 5fd4", "node-7"),
     errors.TaskError: (
         "KeyError: 'labels' (my_task.py, line 3, in loss)",
         "KeyError: 'labels'",
@@ -42,6 +43,7 @@ def test_only_errors_that_a_restart_can_fix_are_retryable() -> None:
         "TaskError",
         "PeerLostError",
         "ForgedMessageError",
+        "DeviceFaultError",
         "WrongResultError",
         "PreemptedError",
         "BudgetSpentError",

@@ -9,7 +9,15 @@ from operator import itemgetter
 from typing import Any
 
 from ray_app.config.sections import FailureSection
-from ray_app.errors import BudgetSpentError, PreemptedError, RayAppError, RepeatedFailureError, StorageError, TaskError
+from ray_app.errors import (
+    BudgetSpentError,
+    DeviceFaultError,
+    PreemptedError,
+    RayAppError,
+    RepeatedFailureError,
+    StorageError,
+    TaskError,
+)
 from ray_app.runlog.history import disturbances
 from ray_app.runlog.journal import Event, put_event, read_events
 from ray_app.runlog.paths import RunPaths
@@ -68,6 +76,9 @@ class FailureBudget:
             return self.charge_preemption(len(errors), step, left)
         if all(isinstance(e, StorageError) for e in errors.values()):
             return self._record_storage_failure(reasons, step, left)
+        for rank, e in errors.items():
+            if isinstance(e, DeviceFaultError):
+                self.record("device_fault", rank=rank, name=e.node, device=e.device, step=step, reason=str(e))
         self._failures += 1
         final = next((e for e in errors.values() if isinstance(e, RayAppError) and not e.retryable), None)
         put_event(

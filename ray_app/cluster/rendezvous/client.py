@@ -25,10 +25,12 @@ import torch
 
 from ray_app.channel import FrameReader, connect, pack_frame
 from ray_app.cluster.rendezvous.server import decode_reply, encode
+from ray_app.devices import HOST_GROUP
 from ray_app.errors import ConfigError, PeerLostError
 from ray_app.reduction.base import World, collective
 from ray_app.runlog.journal import StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
+from ray_app.task.environment import device_uuid
 from ray_app.train.membership import HEARTBEAT_S, Flags, GenerationInfo, Heartbeat, HeartbeatReply, LeavingError, Phase
 from ray_app.train.process_group import ProcessGroup, describe_failed_forms, open_store
 
@@ -85,7 +87,13 @@ class RendezvousClient:
         # A process group forms at the store of its rank 0, which any worker may become.
         self._store = open_store(host)
         self._identity = Heartbeat(
-            str(context.get_actor_id()), context.get_node_id(), host, self._store.port, os.getpid()
+            str(context.get_actor_id()),
+            context.get_node_id(),
+            host,
+            self._store.port,
+            os.getpid(),
+            device=device_uuid(device),
+            uses_gloo=backend == HOST_GROUP,
         )
         # These attributes are the fields of the next heartbeat.
         self._generation = self._rank = self._recorded = self._progress_reports = 0
@@ -154,7 +162,7 @@ class RendezvousClient:
         self._form_error = ""
         try:
             with collective():
-                group.open(info, self._device, self._backend)
+                group.open(info, self._device, "gloo" if info.uses_gloo else self._backend)
         except PeerLostError as error:
             if group.has_device_collectives and not group.is_aborted:
                 self._form_error = str(error)

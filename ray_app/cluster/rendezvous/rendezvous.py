@@ -439,12 +439,12 @@ class Rendezvous:
         self._is_broken, self._is_forming = False, True
         self._watchdog.begin(step)
         first, hosts = ready[0].heartbeat, tuple(m.heartbeat.host for m in ready)
-        key = secrets.token_hex(KEY_BYTES)
+        key, uses_gloo = secrets.token_hex(KEY_BYTES), any(m.heartbeat.uses_gloo for m in ready)
         for rank, member in enumerate(ready):
             member.heartbeat = replace(member.heartbeat, generation=number, rank=rank)
             member.waiting_since_s = None
             member.formed = GenerationInfo(
-                number, rank, len(ready), first.host, first.port, hosts, key, self._failed_forms
+                number, rank, len(ready), first.host, first.port, hosts, key, uses_gloo, self._failed_forms
             )
         self._members.update(newest_generation=number)
         logger.info("Generation %d has formed with %d workers at step %d.", number, len(ready), max(0, step))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from torch import nn
@@ -25,6 +27,7 @@ from ray_app.checkpoint.format import Snapshot, file_writers, pack, params_diges
 from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, ConfigError, LeaseLostError
+from ray_app.reduction.base import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.journal import PendingEvents, StepRecord, put_event
@@ -278,6 +281,26 @@ def _state_bytes(model: nn.Module) -> int:
     """Returns the number of bytes of parameters, buffers, and two values of the optimizer for each parameter."""
     tensors = [*model.parameters(), *model.parameters(), *model.parameters(), *model.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def keeps_copies(world: World) -> bool:
+    """Returns whether a rank keeps copies of the checkpoints that rank 0 writes, which may be lost before it has.
+
+    These are the first rank of each host, and rank 1 if there is one host. A copy takes page-locked memory.
+    """
+    first_ranks = {world.hosts.index(host) for host in world.hosts} - {0}
+    return world.rank in (first_ranks or {1})
+
+
+def warn_of_copies(model: nn.Module) -> None:
+    """Warns if the free memory of this node is too small for the two copies of the state that this rank may keep."""
+    needed, free = 2 * _state_bytes(model), psutil.virtual_memory().available
+    if needed > free:
+        logger.warning(
+            "Two copies of the training state take about %.1f GB of the memory of %s, and %.1f GB are free: checkpoints"
+            " may end this worker. Use nodes with more memory.",
+            *(needed / 1e9, platform.node(), free / 1e9),
+        )
 
 
 def start_snapshot_actors() -> list[ActorHandle]:

@@ -1,9 +1,9 @@
 """The step log: everything that a run writes while it trains, namely step records, progress, checkpoints and snapshots.
 
-Every rank keeps the records that are not yet known to be on storage, and copies of the newest checkpoints. Rank 0
-writes both. When rank 0 is lost, the next rank 0 continues where it stopped, so the loss of a worker costs neither the
-record of a step nor a planned checkpoint. At the start of a generation `gather_records` completes the records of every
-rank; only records that some ranks lack are sent, each by one rank.
+Every rank keeps the records that are not yet known to be on storage, and some ranks copies of the newest checkpoints.
+Rank 0 writes both. When rank 0 is lost, the next rank 0 continues where it stopped, so the loss of a worker costs
+neither the record of a step nor a planned checkpoint. At the start of a generation `gather_records` completes the
+records of every rank; only records that some ranks lack are sent, each by one rank.
 
 `BadRows` lists the rows that a run skips because they cannot be decoded. Every row has a file of its own, so that each
 worker can write the files of its rows.
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -35,10 +35,11 @@ from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event, read_ev
 from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import list_files, put_json
 from ray_app.task import environment
-from ray_app.train.checkpointing.persistence import CheckpointWriter, SnapshotSender
+from ray_app.train.checkpointing.persistence import CheckpointWriter, SnapshotSender, keeps_copies, warn_of_copies
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Membership, Phase
 from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.transfer import transfer_snapshot
 from ray_app.train.step.step_stats import StepResult
 from ray_app.train.stragglers import StragglerReporter
 
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 _MAX_RECORDS = 100_000
 """The maximum number of records that a rank keeps; during a longer outage of the storage it drops the oldest."""
 _MAX_PENDING_CHECKPOINTS = 2
-"""The maximum number of checkpoints that a rank other than 0 keeps copies of.
+"""The maximum number of checkpoints that a rank other than 0 keeps copies of, see `keeps_copies`.
 
 There are two, because rank 0 may still be writing one checkpoint when the next is due.
 """
@@ -134,6 +135,8 @@ class StepLog:
         self._records = deque(
             (record for step, record in merged.items() if step <= self._state.step), maxlen=_MAX_RECORDS
         )
+        if not self._generation and (world.rank == 0 or keeps_copies(world)):
+            warn_of_copies(self._state.model)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
@@ -142,14 +145,41 @@ class StepLog:
                 self._write(record)
         # The lost steps are repeated, and their records are written once more.
         self._last_written_step = min(self._last_written_step, self._state.step)
+        committed = self._list_committed() if world.rank == 0 else set()
+        self._fetch_copies(committed)
         if world.rank == 0:
-            committed = self._list_committed()
             for commit, snapshot in self._pending_checkpoints:
                 if (commit.step, commit.fence) not in committed:
                     self._wait_for_storage("forming")
                     self._checkpoint_writer.save(partial(_identity, snapshot), commit)
             self._save_missed_checkpoint({step for step, _ in committed})
         self._report()
+
+    def _fetch_copies(self, committed: set[tuple[int, int]]) -> None:
+        """Gives rank 0 the copies of checkpoints that it lacks and another rank has, unless they are on storage.
+
+        Args:
+            committed: On rank 0 step and fence of every checkpoint on storage.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        world = self._world
+        copies: dict[tuple[int, int], Any] = {(c.step, c.fence): (c, s) for c, s in self._pending_checkpoints}
+        first_rank: dict[tuple[int, int], int] = {}
+        for rank, keys in enumerate(gather(list(copies), world)):
+            first_rank = dict.fromkeys(keys, rank) | first_rank
+        if not any(first_rank.values()):
+            return
+        committed = broadcast(committed, 0, world)
+        for key, source in sorted(first_rank.items()):
+            if source and key not in committed:
+                commit, snapshot = copies.get(key, (None, None))
+                commit = broadcast(commit, source, world)
+                snapshot = transfer_snapshot(snapshot, world.rank, source, [0])
+                if world.rank == 0:
+                    copies[key] = commit, snapshot
+        self._pending_checkpoints = deque(copies[key] for key in sorted(copies))
 
     def record_step(
         self,
@@ -204,8 +234,8 @@ class StepLog:
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
         """Makes a checkpoint of the present state; of a partitioned state `StateSync.collect` has to come before.
 
-        Rank 0 writes it. Every other rank only keeps a copy of the state, and writes that copy if it becomes rank 0
-        before the checkpoint is committed.
+        Rank 0 writes it. Some other ranks keep a copy of the state, see `keeps_copies`; if rank 0 is lost before the
+        checkpoint is committed, the next rank 0 writes such a copy.
 
         Args:
             cursor: Position of the next step in the data.
@@ -246,7 +276,7 @@ class StepLog:
         if writes:
             self._wait_for_storage("reduction")
             self._checkpoint_writer.save(take, commit)
-        else:
+        elif keeps_copies(self._world):
             take()
 
     def _save_missed_checkpoint(self, committed: set[int]) -> None:

@@ -13,8 +13,8 @@ uses a block any more, the next copy reuses it, or frees it if it has another si
 second. Each tensor is the whole of its storage, because `torch.save` writes the whole storage of a tensor, and refuses
 tensors of different dtypes in one storage.
 
-All ranks copy like this, also ranks that only keep a copy, because the next step waits for the slowest rank. Tests run
-the code for the CPU, and check the order of the calls of the code for the GPU.
+Ranks that only keep a copy make it like this, too, because the next step waits for the slowest rank. Tests run the code
+for the CPU, and check the order of the calls of the code for the GPU.
 """
 
 from __future__ import annotations

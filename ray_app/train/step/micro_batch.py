@@ -26,6 +26,7 @@ from ray_app.reduction.messages import gather
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import REDUCED, DeviceSums, Losses, check_losses, sum_on_device
+from ray_app.task.precision import Precision
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import (
     BatchNorm,
@@ -273,8 +274,7 @@ class Passes:
         self._modes = module_modes(model)
         self._seed = config.seed
         train = config.train
-        self._autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(train.precision)
-        self._channels_last = train.channels_last
+        self._precision = Precision.of(train)
         if train.compile:
             environment.check_compiler(device)
         if not kind_of(device).is_host:
@@ -342,23 +342,17 @@ class Passes:
         """
         seed_step(self._seed, cursor.epoch, cursor.step, batch.logical_worker, self._device)
         fields = self._task.augment(batch.fields, batch.keys)
-        # Only the rows get this layout, not the parameters: fused optimizers pair the values of a parameter and its
-        # gradient by their position in memory, whatever the layouts.
-        if self._channels_last:
-            fields = {
-                name: v.contiguous(memory_format=torch.channels_last) if v.ndim == 4 else v
-                for name, v in fields.items()
-            }
-        return fields
+        return self._precision.arrange(fields) if self._precision.channels_last else fields
 
     def losses_of(self, fields: Batch, rows: int) -> Losses:
         """Returns the losses of augmented rows in float32; `rows` is their number."""
         # A single row is not compiled, because `allow_single_values` switches layers while the forward runs.
         model = self._compiled_model if self._compiled_model is not None and rows > 1 else self.model
+        dtype = self._precision.dtype
         reduced: dict[str, Tensor] = {}
         REDUCED.values = reduced
         try:
-            with torch.autocast(self._device.type, self._autocast) if self._autocast else nullcontext():
+            with torch.autocast(self._device.type, dtype) if dtype is not None else nullcontext():
                 losses = self._loss(model, fields)
         finally:
             REDUCED.values = None

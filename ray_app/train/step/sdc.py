@@ -36,7 +36,7 @@ from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import gather, receive_value, start_send_value
 from ray_app.reduction.transport import P2PWork, sum_over_ranks
 from ray_app.runlog.journal import put_event
-from ray_app.task.environment import describe
+from ray_app.task.environment import describe, device_label
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
@@ -138,7 +138,7 @@ class WorkerDevice:
 
     Args:
         name: Node and process of the worker.
-        device: Name of the device.
+        device: The device, see `device_label`.
         environment: Everything that its results depend on, the name of the device included; only results of workers
             with equal environments are compared.
     """
@@ -414,7 +414,7 @@ class SdcMonitor:
             return None
         environment = describe(self._device)
         name = f"{platform.node()}, process {os.getpid()}"
-        worker = WorkerDevice(name, environment["device"], tuple(sorted(environment.items())))
+        worker = WorkerDevice(name, device_label(self._device), tuple(sorted(environment.items())))
         workers = gather(worker, world)
         return ComparedWorkers(rate, self._job.config.seed, workers, self._last_clean_steps, self._report)
 

@@ -22,6 +22,7 @@ from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import PendingEvents, put_event
 from ray_app.task.metrics import combine, score
+from ray_app.task.precision import Precision
 from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
@@ -94,6 +95,7 @@ class Validation:
                 world.size,
                 fixed=section.fixed_batches,
                 manifest=manifest,
+                precision=Precision.of(job.config.train),
             ):
                 local_chunks.append(chunk)
                 self._report_progress()

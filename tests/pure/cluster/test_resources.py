@@ -51,6 +51,7 @@ ALL = Config().replace(
     scaling__max_workers="all",
     scaling__gpus_per_worker=0,
     data__global_batch_size=60,
+    evaluate__where="actor",
 )
 
 
@@ -84,7 +85,7 @@ def test_all_resolves_to_the_number_of_workers_that_fit_into_the_cluster(fields:
     assert resolved.replace(scaling=config.to_dict()["scaling"]) == config
 
 
-AUTO = Config().replace(task__class_path="x", data__path="x", data__eval_path="x", scaling__gpus_per_worker="auto")
+AUTO = ALL.replace(scaling__max_workers=1, scaling__gpus_per_worker="auto", data__global_batch_size=64)
 
 
 @pytest.mark.usefixtures("two_node_cluster")
@@ -123,6 +124,34 @@ def test_auto_resolves_to_the_gpus_of_a_single_machine(
 
 def test_auto_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: None) -> None:
     assert resolve_scaling(AUTO, AUTO.replace(scaling__gpus_per_worker=0)).scaling.gpus_per_worker == 0
+
+
+@pytest.mark.usefixtures("two_node_cluster")
+@pytest.mark.parametrize(
+    ("fields", "where", "num_gpus"),
+    [
+        ({"scaling__gpus_per_worker": 0}, "actor", 0),
+        ({}, "workers", 0),
+        ({"scaling__gpus_per_worker": 0.5}, "workers", 0),
+        ({"evaluate__num_gpus": 0.5}, "actor", 0.5),
+        ({"evaluate__workers": 2}, "actor", 0),
+        ({"train__strategy": "fsdp"}, "actor", 1),
+        ({"train__strategy": "fsdp", "scaling__max_workers": 8}, "actor", 0),
+        ({"train__strategy": "fsdp", "scaling__max_workers": "all"}, "actor", 1),
+        ({"train__strategy": "parameter_server", "scaling__max_workers": 7}, "actor", 1),
+        ({"evaluate__where": "actor"}, "actor", 0),
+    ],
+)
+def test_the_process_that_evaluates_has_the_devices_of_training(
+    fields: dict[str, Any], where: str, num_gpus: float
+) -> None:
+    config = AUTO.replace(**{"scaling__max_workers": 2, "evaluate__where": "auto"} | fields)
+    resolved = resolve_scaling(config)
+    assert (resolved.evaluate.where, resolved.evaluate.num_gpus) == (where, num_gpus)
+    if config.scaling.max_workers == "all":
+        assert resolved.scaling.max_workers == 7, "a GPU is left to the evaluator"
+    resumed = resolve_scaling(config, resolved.replace(evaluate__where="actor", evaluate__num_gpus=num_gpus))
+    assert (resumed.evaluate.where, resumed.evaluate.num_gpus) == ("actor", num_gpus), "a run keeps what was resolved"
 
 
 def test_all_resolves_to_the_largest_size_that_the_autoscaler_allows(
@@ -204,6 +233,8 @@ def test_the_elastic_policy_counts_fractional_gpus_per_node_as_ray_places_them()
     fifths = policy_of(scaling__gpus_per_worker=0.2)
     assert fifths._count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
     assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "scaling.max_workers limits the number"
+    fifths.set_held_slots(1)
+    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 10, "a slot without a worker is none of the nine"
 
 
 @pytest.mark.parametrize(

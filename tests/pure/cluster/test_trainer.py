@@ -32,7 +32,8 @@ from ray_app.cluster.trainer import (
     fit,
 )
 from ray_app.config.config import Config
-from ray_app.errors import BudgetSpentError, TaskError
+from ray_app.devices import KINDS
+from ray_app.errors import BudgetSpentError, ConfigError, TaskError
 from ray_app.runlog.paths import RunPaths
 
 
@@ -166,9 +167,22 @@ def test_a_death_that_several_polls_tell_is_charged_once() -> None:
     assert budget.charged == [{0}, {0, 1}, {0}, {1}, {1}]
 
 
-@pytest.mark.parametrize(("gpus", "backend"), [(0, "auto"), (0.4, "gloo"), (1, "auto")])
-def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: float, backend: str) -> None:
-    assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus)) == backend
+@pytest.mark.parametrize(
+    ("gpus", "is_slice", "backend"), [(0, False, "auto"), (0.4, False, "gloo"), (1, False, "auto"), (1, True, "gloo")]
+)
+def test_workers_that_share_a_gpu_do_not_use_nccl(
+    monkeypatch: pytest.MonkeyPatch, gpus: float, is_slice: bool, backend: str
+) -> None:
+    monkeypatch.setattr(KINDS["cuda"], "is_slice", lambda device: is_slice)
+    assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus), torch.device("cuda", 0)) == backend
+
+
+def test_a_strategy_that_needs_nccl_is_refused_on_slices_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KINDS["cuda"], "is_slice", lambda device: True)
+    config = Config().replace(scaling__gpus_per_worker=1, train__strategy="fsdp")
+    assert _choose_backend(config, torch.device("cuda", 0)) == "gloo", "a single worker has no peers"
+    with pytest.raises(ConfigError, match=r"slice of one \(MIG\), and train.strategy is fsdp.*Use ddp, single"):
+        _choose_backend(config.replace(scaling__max_workers=2), torch.device("cuda", 0))
 
 
 def test_a_worker_proves_its_device_before_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.config.config import Config
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST, KINDS
@@ -188,6 +189,32 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
     results = [combine(job.task, score(job.task, model, arrays, size, HOST)).values for size in (1, 7, 31, 1000)]
     assert {values["accuracy"] for values in results} == {results[0]["accuracy"]}
     assert all(values["loss"] == pytest.approx(results[0]["loss"], rel=1e-5) for values in results)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_evaluation_computes_in_the_precision_and_layout_of_training(job: EvaluationJob, precision: str) -> None:
+    config = Config().replace(train__precision=precision, train__channels_last=True)
+    job = EvaluationJob.of(config, job.task, job.run_root, 1, job.data)
+    arrays, seen = load_all(fetch_in_process, job.data).arrays, set[torch.dtype]()
+    model, task = job.task.build_model(), copy.copy(job.task)
+
+    def forward(model_: Any, batch: Any) -> Any:
+        outputs = type(task).forward(task, model_, batch)
+        seen.add(outputs.dtype)
+        return outputs
+
+    def update(metrics: Any, outputs: Any, batch: Any) -> None:
+        assert outputs.dtype is torch.float32
+        type(task).update(task, metrics, outputs, batch)
+
+    vars(task).update(forward=forward, update=update)
+    values = combine(task, score(task, model, arrays, 31, HOST, precision=job.precision)).values
+    assert seen == {{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]}
+    image = job.precision.arrange({"image": torch.zeros(2, 3, 4, 4)})["image"]
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    plain = combine(job.task, score(job.task, model, arrays, 31, HOST)).values
+    assert values["loss"] == pytest.approx(plain["loss"], rel=0.05)
+    assert (values["loss"] == plain["loss"]) == (precision == "fp32")
 
 
 def test_outputs_that_are_not_a_tensor_are_computed_once_per_row(job: EvaluationJob) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
+from ray_app.preflight import dry_run as dry_run_module
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.inputs import InitialParameters
@@ -485,6 +488,15 @@ def test_a_model_that_would_train_differently_when_sharded_is_refused(tmp_path: 
         dry_run_task(tmp_path / "fsdp", UntrainableModels(how), train__strategy="fsdp")
 
 
+def test_fsdp_is_refused_with_a_version_of_torch_that_lacks_a_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    dry_run_task(tmp_path / "ddp", TinyImages())
+    with pytest.raises(ConfigError, match=r"train\.strategy is fsdp, which needs PyTorch 2\.15, and this is"):
+        dry_run_task(tmp_path / "fsdp", TinyImages(), train__strategy="fsdp")
+
+
 class RecurrentTask(TinyImages):
     """PyTorch's recurrent layers keep their parameters in a list too, which follows a replacement."""
 
@@ -595,3 +607,33 @@ class WithNanTable(TinyImages):
 
 def test_an_unchanged_buffer_with_nan_is_accepted(tmp_path: Path) -> None:
     dry_run_task(tmp_path, WithNanTable())
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "times"),
+    [
+        ({}, 10_000, None),
+        # 10 steps of 100 rows by 2 workers take 150 s, and an evaluation of 10,000 rows on one thread 500 s.
+        ({"checkpoint__every_steps": 10}, 10_000, "3.3"),
+        ({"checkpoint__every_steps": 10, "evaluate__num_cpus": 4}, 10_000, None),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 10_000, "1.7"),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 5_000, None),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1}, 10_000, "16.7"),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, 10_000, None),
+        # An evaluation of a few seconds.
+        ({"checkpoint__every_steps": 1}, 500, None),
+    ],
+)
+def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rows: int, times: str | None
+) -> None:
+    data = write_images(tmp_path / "data", [[400]])
+    shape = {"checkpoint__every_epochs": None, "train__epochs": 100, "data__eval_path": str(data)}
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=100, task=TinyImages(), **(shape | fields))
+    monkeypatch.setattr(dry_run_module, "_seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
+    source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
+    context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
+    warnings = dry_run_module.check_evaluation_time(context)
+    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (  # type: ignore[index]
+        [times] if times is not None else []
+    )

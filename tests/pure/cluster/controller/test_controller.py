@@ -23,7 +23,7 @@ from ray_app.cluster.controller.pending_workers import Slot
 from ray_app.cluster.controller.worker_group import WorkersFailedToStartError
 from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
-from ray_app.errors import BudgetSpentError, RepeatedFailureError
+from ray_app.errors import BudgetSpentError, DeviceFaultError, RepeatedFailureError
 from ray_app.runlog.journal import StepRecord, read_events
 from ray_app.train.membership import Heartbeat, RendezvousStatus
 
@@ -45,7 +45,9 @@ class FakeGroup:
         return len(self.workers)
 
     def get_workers(self) -> list[Any]:
-        return [SimpleNamespace(actor=name, metadata=SimpleNamespace(node_id=name)) for name in self.workers]
+        return [
+            SimpleNamespace(actor=name, metadata=SimpleNamespace(node_id=name, gpu_ids=[0])) for name in self.workers
+        ]
 
     def drop(self, actor_ids: frozenset[str]) -> None:
         self.workers = [name for name in self.workers if name not in actor_ids]
@@ -60,8 +62,9 @@ class FakePendingWorkers:
     """A fake of `PendingWorkers` in which all pending workers are ready."""
 
     def __init__(self) -> None:
-        self.count = self.failed_rounds = 0
+        self.count = self.failed_rounds = self.num_held = 0
         self.started, self.reasons = list[int](), list[str]()
+        self.excluded = list[tuple[str, ...]]()
 
     def __len__(self) -> int:
         return self.count
@@ -73,6 +76,12 @@ class FakePendingWorkers:
         reasons, self.reasons = self.reasons, []
         self.count -= len(reasons)
         return reasons
+
+    def exclude(self, device: tuple[str, ...]) -> None:
+        self.excluded.append(device)
+
+    def include_all_devices(self) -> None:
+        self.excluded, self.num_held = [], 0
 
     def limit_to(self, max_pending: int) -> None:
         self.count = min(self.count, max_pending)
@@ -119,10 +128,11 @@ class ControllerHarness:
             draining_nodes=frozenset(), excluded_nodes=(), suspected=set(), include_all_nodes=lambda: None
         )
         self.policy.suspect = self.policy.suspected.update
-        self.policy.possible_workers = lambda current: self.possible
+        self.policy.possible_workers = lambda current: self.possible - self.held_slots
+        self.policy.set_held_slots = lambda count: setattr(self, "held_slots", count)
         self.policy.exclude_node = lambda node: setattr(self.policy, "excluded_nodes", (node,))
         self.policy.capacity_without = lambda node, current: 1
-        self.possible = 3
+        self.possible, self.held_slots = 3, 0
         self.now_s = 1000.0
         self.group = None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda s: None))
@@ -352,3 +362,27 @@ def test_the_remaining_workers_continue_in_the_state_that_ray_polls(harness: Con
     harness.controller._worker_group, harness.controller._polls = FakeGroup(a=TRAINS, b=FAILED), {"b": ENDED}
     assert isinstance(harness.decide(), RunningState)
     assert FailureSection().max_failures == 5, "the default budget allows the failure that `decide` charged"
+
+
+def test_a_device_that_has_failed_twice_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = ControllerHarness(tmp_path, monkeypatch, failure__max_failures=-1)
+    fault = DeviceFaultError("CUDA error: an illegal memory access was encountered", "cuda NVIDIA H200, 5fd4", "node-b")
+    failed = WorkerStatus(running=False, error=fault)
+    group = FakeGroup(a=TRAINS, b=failed, c=failed)
+    for excluded in ([], [("b", "0"), ("c", "0")]):
+        group.workers = ["a", "b", "c"]
+        harness.poll(group)
+        assert harness.pending.excluded == excluded
+    details = {"name": "node-b", "device": "cuda NVIDIA H200, 5fd4", "times": 2}
+    assert harness.events("device_excluded") == [("device_excluded", details)] * 2
+
+
+@pytest.mark.parametrize(("possible", "started", "held"), [(3, [1], 1), (1, [], 0)])
+def test_an_excluded_device_is_used_again_if_a_run_would_wait_for_another(
+    harness: ControllerHarness, possible: int, started: list[int], held: int
+) -> None:
+    """Of three devices one is excluded, so that the second worker starts on another; a run with one device uses it."""
+    harness.possible, harness.pending.num_held = possible, 1
+    harness.now_s += 60
+    harness.poll(FakeGroup(a=TRAINS))
+    assert (harness.pending.started, harness.pending.num_held) == (started, held)

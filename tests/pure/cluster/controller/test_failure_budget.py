@@ -8,7 +8,15 @@ import pytest
 
 from ray_app.cluster.controller.failure_budget import FailureBudget, failure_summary
 from ray_app.config.sections import FailureSection
-from ray_app.errors import BudgetSpentError, DataError, PreemptedError, RepeatedFailureError, StorageError, TaskError
+from ray_app.errors import (
+    BudgetSpentError,
+    DataError,
+    DeviceFaultError,
+    PreemptedError,
+    RepeatedFailureError,
+    StorageError,
+    TaskError,
+)
 from ray_app.runlog.journal import put_event, read_events
 
 DIED = "A worker health check failed. Worker exit detail: killed by signal 9. Some common causes include: (1) and so on"
@@ -155,3 +163,18 @@ def test_with_a_large_budget_each_worker_may_be_lost_once_in_one_step(tmp_path: 
         failure_budget.charge_failure({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=left)
     with pytest.raises(RepeatedFailureError, match="4 times in a row after step 3"):
         failure_budget.charge_failure({0: ConnectionError("no heartbeat for 5 s")}, step=3, left=2)
+
+
+def test_a_device_fault_is_an_event_with_the_device_and_its_node(tmp_path: Path) -> None:
+    failure_budget = make_budget(tmp_path)
+    fault = DeviceFaultError("CUDA error: uncorrectable ECC error\nmore", "cuda NVIDIA H200, 5fd4", "node-7")
+    failure_budget.charge_failure({2: fault}, step=3, left=0)
+    [event] = read_events(failure_budget.paths, "device_fault")
+    assert event.details == {
+        **{"rank": 2, "name": "node-7", "device": "cuda NVIDIA H200, 5fd4", "step": 3},
+        "reason": "CUDA error: uncorrectable ECC error\nmore",
+    }
+    # Other devices fail at the same step with the same error, so the program may be the cause.
+    failure_budget.charge_failure({0: DeviceFaultError(str(fault), "a", "a")}, step=3, left=0)
+    with pytest.raises(RepeatedFailureError, match="uncorrectable ECC"):
+        failure_budget.charge_failure({0: DeviceFaultError(str(fault), "b", "b")}, step=3, left=0)

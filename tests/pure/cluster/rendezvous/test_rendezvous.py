@@ -589,3 +589,15 @@ def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(clo
         assert (await group.rendezvous.status()).limit_s == limit_s
 
     run_scenario(scenario)
+
+
+@pytest.mark.parametrize("uses_gloo", [False, True])
+def test_all_workers_use_gloo_if_one_cannot_use_another_backend(clock: Clock, uses_gloo: bool) -> None:
+    async def scenario(group: Group) -> None:
+        group.beats["b"] = worker("b", uses_gloo=uses_gloo)
+        await group.rendezvous.set_expected(3)
+        await group.join("abc")
+        formed = [group.rendezvous.reply_for(name).formed for name in "abc"]
+        assert [info.uses_gloo for info in formed if info is not None] == [uses_gloo] * 3
+
+    run_scenario(scenario)
