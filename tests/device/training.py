@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -33,11 +34,13 @@ class OwnGroupMembership(LocalMembership):
         device: The device of this worker.
         port: The port of 127.0.0.1 at which the stores of the process groups listen.
         hosts: The host name of each rank.
+        group_backend: Value of `train.backend`, `gloo` where workers share a device.
     """
 
     device: torch.device
     port: int
     hosts: tuple[str, ...] = ()
+    group_backend: Literal["auto", "gloo"] = "auto"
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
@@ -51,7 +54,7 @@ class OwnGroupMembership(LocalMembership):
         group, is_broken = ProcessGroup(), True
         try:
             with collective():
-                group.open(info, self.device, "auto")
+                group.open(info, self.device, self.group_backend)
             is_direct = group.has_device_collectives
             yield (
                 dataclasses.replace(world, hosts=info.hosts, groups=group.groups, has_device_collectives=is_direct),
@@ -131,7 +134,7 @@ def _train(
     device = accelerator().device(worker)
     membership = DeviceMembership(worker, groups, [*reforms], store, job.plan.logical_workers, "")
     membership.device = device
-    membership.port, membership.hosts = port, hosts
+    membership.port, membership.hosts, membership.group_backend = port, hosts, job.config.train.backend
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:
