@@ -124,7 +124,7 @@ SITES: dict[Site, Case | Check | str] = {
     ): Case("central_storage", 1),
     Site("train.stragglers", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
     Site("train.stragglers", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
-    Site("train.step.step", "Step._synchronize", "check_device_errors()"): LINK,
+    Site("train.step.step_stats", "StepStats.gather_on_device", "check_device_errors()"): LINK,
     Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
     Site(
@@ -140,8 +140,8 @@ SITES: dict[Site, Case | Check | str] = {
     Site(
         "reduction.sharded",
         "DeterministicShardedReducer._push",
-        "record_on_current_stream(tree.push((leaf, leaf + 1), value))",
-    ): "no model is tried in which one pass leaves out a unit that a later pass calls",
+        "record_on_current_stream(added)",
+    ): "the stream that receives shards waits for the computing one before it receives others",
     Site("reduction.bucketed", "BucketedReducer.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,
