@@ -55,6 +55,30 @@ STEPS: dict[str, Budget] = {
 """The budget of a step by its name."""
 
 
+class FormingBudget(NamedTuple):
+    """The budget of forming a generation, on the rank that needs most.
+
+    Args:
+        groups: The workers of each generation.
+        reforms: The number of steps after which a generation forms the next; else rank 2 is killed after step 5.
+        step: The step at which the counted generation forms.
+        counts: See `Budget`.
+    """
+
+    groups: list[list[int]]
+    reforms: tuple[int, ...]
+    step: int
+    counts: Mapping[str, int]
+
+
+FORMINGS: dict[str, FormingBudget] = {
+    "a first start": FormingBudget([[0, 1]], (), 0, {}),
+    "after a loss": FormingBudget([[0, 1, 2], [0, 1]], (), 5, {}),
+    "with a joining worker": FormingBudget([[0, 1], [0, 1, 2]], (5,), 5, {}),
+}
+"""The budget of forming a generation by its name; its ranks have collectives of the device."""
+
+
 @dataclass
 class CountSteps:
     """Hooks that count what each rank needs for a step, and for forming each generation.
