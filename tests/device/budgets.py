@@ -77,7 +77,9 @@ STEPS: dict[str, Budget] = {
             "locked bytes": 5 * LOCKED,
         },
     ),
-    "central storage": Budget(2, CENTRAL, {"launches": 83, "waits": 2, "locked": 18, "collectives": 12}),
+    "central storage": Budget(
+        2, CENTRAL, {"launches": 83, "waits": 2, "locked": 18, "collectives": 12, "locked bytes": 2 * LOCKED}
+    ),
     "local SGD": Budget(
         2, LOCAL | {"train__local_steps": 20}, {"launches": 84, "waits": 1, "pageable": 1, "gloo bytes": 352}
     ),
