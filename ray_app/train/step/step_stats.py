@@ -268,7 +268,8 @@ class StepStats:
         stats = self._unpack(numbers[: table.numel()].view(torch.int64))
         for record in stats:
             check_weight(task, record.weight, record.rows)
-        own_sums = [LossSums(*stats[batch.logical_worker][-3:]) for batch in batches]
+        own = [stats[batch.logical_worker] for batch in batches]
+        own_sums = [LossSums(record.loss, record.weight, dict(record.metrics)) for record in own]
         result = combine_stats([record._replace(loss=record.loss / global_rows) for record in stats])
         return result, own_sums, numbers[table.numel() :].tolist()
 
