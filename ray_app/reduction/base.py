@@ -165,7 +165,8 @@ class TreeSum:
     def __init__(
         self, parents: dict[Node, Node], total: Tensor | None = None, add: Callable[..., Any] = torch.add
     ) -> None:
-        self._parents, self._total, self._add = parents, total, add
+        self._parents, self._total = parents, total
+        self._add = add
         self.nodes: list[tuple[Node, Any]] = []
 
     def push(self, node: Node, value: Any) -> list[Any]:

@@ -56,7 +56,7 @@ A link between devices is so fast that the calls for a smaller bucket would take
 gloo they take 10 % of a ResNet-18 step.
 """
 _FIRST_BUCKET_MB = 8
-"""Maximum size of the first bucket on a device, whose transfer begins when its gradients are complete."""
+"""Maximum size of the first bucket on a device; a bucket is sent when all its gradients are complete."""
 _ALIGNED_SHARD_BYTES = 128
 """Shards have a multiple of this number of bytes: NCCL copies memory that is not aligned to 16 bytes byte by byte."""
 
@@ -145,7 +145,7 @@ class Bucket:
 
     def totals(self) -> list[Tensor]:
         """Returns the sum for each parameter on the parameters' device, when the bucket is reduced."""
-        self.settle()
+        self.add_copied_leaf()
         return self._cut(self.result.to(self._device, non_blocking=True)) if self.is_on_host else self.views
 
     def collect(self, logical_worker: int) -> None:
@@ -160,7 +160,7 @@ class Bucket:
     def add_leaf(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
         if self._copied is not None:
-            self.settle()
+            self.add_copied_leaf()
         # The sum of a tree is written into its leftmost tensor, so with one rank the total is in `result`.
         if not self.tree.nodes:
             flat = self.result
@@ -179,7 +179,7 @@ class Bucket:
             torch.cat(parts, out=flat[: self.numel])
             self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
 
-    def settle(self) -> None:
+    def add_copied_leaf(self) -> None:
         """Waits until the newest leaf is in the memory of the bucket, and adds it."""
         if self._copied is not None:
             (copied, logical_worker, flat), self._copied = self._copied, None
@@ -189,7 +189,7 @@ class Bucket:
     def reset(self) -> None:
         """Drops the sums of the step and keeps their memory for the next one."""
         if self._copied is not None:
-            self.settle()
+            self.add_copied_leaf()
         self._free_memory += [value for value in self.tree.clear() if value is not self.result]
         self.sums = []
 
@@ -480,7 +480,7 @@ class BucketedReducer(GradientReducer):
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
         if bucket.is_on_host:
-            bucket.settle()
+            bucket.add_copied_leaf()
         # The first tensor is `bucket.result`, see `Bucket.add_leaf`.
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
@@ -495,7 +495,7 @@ class BucketedReducer(GradientReducer):
         It scatters and adds from the first stage to the last, and then gathers from the last stage to the first.
         """
         if bucket.is_on_host:
-            bucket.settle()
+            bucket.add_copied_leaf()
         bucket.sums = [value for _, value in bucket.tree.nodes]
         bucket.scatter(*self._stages[0])
         yield bucket

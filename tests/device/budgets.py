@@ -220,10 +220,10 @@ class CountedGraphs(RecordedGraphs):
         """See `GraphBackend.capture`."""
         from tests.device.sim import SIM
 
-        replay = not_counted(super().capture(work))
+        run_again = not_counted(super().capture(work))
 
-        def count_and_replay() -> None:
+        def count_and_run() -> None:
             SIM.count("launches")
-            replay()
+            run_again()
 
-        return count_and_replay
+        return count_and_run

@@ -134,7 +134,8 @@ def _train(
     device = accelerator().device(worker)
     membership = DeviceMembership(worker, groups, [*reforms], store, job.plan.logical_workers, "")
     membership.device = device
-    membership.port, membership.hosts, membership.group_backend = port, hosts, job.config.train.backend
+    membership.port, membership.hosts = port, hosts
+    membership.group_backend = job.config.train.backend
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:

@@ -268,10 +268,10 @@ class StepStats:
         stats = self._unpack(numbers[: table.numel()].view(torch.int64))
         for record in stats:
             check_weight(task, record.weight, record.rows)
-        own = [stats[batch.logical_worker] for batch in batches]
-        own_sums = [LossSums(record.loss, record.weight, dict(record.metrics)) for record in own]
+        records = [stats[batch.logical_worker] for batch in batches]
+        local_sums = [LossSums(record.loss, record.weight, dict(record.metrics)) for record in records]
         result = combine_stats([record._replace(loss=record.loss / global_rows) for record in stats])
-        return result, own_sums, numbers[table.numel() :].tolist()
+        return result, local_sums, numbers[table.numel() :].tolist()
 
     def _pack(self, local_stats: list[ReplicaStats]) -> Tensor:
         """Returns the table with the records of this rank, and zeros for all others."""

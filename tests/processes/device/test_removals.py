@@ -104,7 +104,7 @@ def add_on_the_host(rank: int, store: Path) -> list[float]:
 
     bucket = Bucket([torch.nn.Parameter(torch.ones(5, device=DEVICE))], World(0, 2, 2), 0)
     bucket.add_leaf(0, [torch.arange(5.0, device=DEVICE)])
-    bucket.settle()
+    bucket.add_copied_leaf()
     return bucket.result[:5].tolist()  # type: ignore[no-any-return]
 
 
@@ -126,7 +126,7 @@ SITES: dict[Site, Case | Check | str] = {
         "SideStream.join",
         "self._kind.current_stream(self._device).wait_stream(self._stream)",
     ): Case("ddp", 2),
-    Site("reduction.bucketed", "Bucket.settle", "copied.synchronize()"): add_on_the_host,
+    Site("reduction.bucketed", "Bucket.add_copied_leaf", "copied.synchronize()"): add_on_the_host,
     Site("train.state.transfer", "_broadcast_snapshot", "check_device_errors()"): LINK,
     Site("reduction.bucketed", "BucketedReducer._receive", "self._side.join()"): Case("ddp", 2),
     Site("train.state.transfer", "copy_to_host", "kind_of(device).synchronize_stream(device)"): copy_state,

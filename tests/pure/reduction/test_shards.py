@@ -21,7 +21,7 @@ from ray_app.reduction.bucketed import BucketedReducer, _default_sizes_mb, _spli
 ALIGNED = 128
 
 
-class Exchange:
+class Collectives:
     """Collectives of several ranks in one process, which take place when all ranks have launched theirs."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ class Exchange:
         for name in ("all_to_all_single", "all_gather_into_tensor"):
             patch.setattr(dist, name, self._launch)
 
-    def _launch(self, out: Tensor, sent: Tensor, *sizes: Any, **options: Any) -> Exchange:
+    def _launch(self, out: Tensor, sent: Tensor, *sizes: Any, **options: Any) -> Collectives:
         self._calls.append((out, sent, *(sizes or (None, [len(sent)]))))
         self.sizes += sizes
         return self
@@ -60,7 +60,7 @@ class Adds(TorchDispatchMode):
 def reduce_on(size: int, logical_workers: int, shapes: list[int], dtype: torch.dtype) -> tuple[list[Tensor], int]:
     """Returns the sums of gradients on `size` ranks, which are equal on all, and the additions of a rank's shard."""
     with pytest.MonkeyPatch.context() as patch:
-        exchange, adds = Exchange(patch), Adds()
+        collectives, adds = Collectives(patch), Adds()
         reducers, models = [], []
         for rank in range(size):
             models.append(nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]))
@@ -77,9 +77,9 @@ def reduce_on(size: int, logical_workers: int, shapes: list[int], dtype: torch.d
             pipelines = [reducer._reduce_exactly(reducer._buckets[number]) for reducer in reducers]
             with adds:
                 while any([next(pipeline, None) for pipeline in pipelines]):
-                    exchange.run()
+                    collectives.run()
         if logical_workers % size == 0:
-            assert {*map(bool, exchange.sizes)} <= {False}, "equal parts have sizes"
+            assert {*map(bool, collectives.sizes)} <= {False}, "equal parts have sizes"
         sums = [[view for bucket in reducer._buckets for view in bucket.views] for reducer in reducers]
         assert all(torch.equal(a, b) for other in sums for a, b in zip(other, sums[0], strict=True))
         return sums[0], adds.number // size
