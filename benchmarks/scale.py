@@ -163,7 +163,7 @@ def measure_table(workers: int) -> dict[str, float]:
     """Measures the table of a step; the rows of other ranks come from the simulated network."""
     world = World(0, workers, workers)
     stats = [
-        ReplicaStats(v, 32, 2**63 + v, 0.1, 0, 0.1, 0, 32.0, 0.1, 0.0, 0.0, 0.1, {"accuracy": 16.0})
+        ReplicaStats(v, 32, 2**63 + v, 0, 0.1, 0, 0.1, 0.0, 0.0, 0.1, 0.1, 32.0, {"accuracy": 16.0})
         for v in range(workers)
     ]
     step, sent = StepStats(world), dict[int, torch.Tensor]()

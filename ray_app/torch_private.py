@@ -61,6 +61,7 @@ BatchNorm = _BatchNorm
 
 # One call for many tensors, which torch documents as "foreach operations" in beta. Without them an update of the
 # gradients of a small model takes several times as long, one call for each parameter.
+foreach_add_ = torch._foreach_add_
 foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 foreach_copy_ = torch._foreach_copy_

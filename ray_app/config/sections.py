@@ -348,7 +348,7 @@ class TrainSection:
         backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and where workers
             share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
-            `bucket_cap_mb`.
+            `bucket_cap_mb`. Default: 64 where GPUs add them, the first one 8; 8 where the host does.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32).
             With `fp16` the loss is scaled by a power of two that is adapted during training and stored in checkpoints.
         grad_clip_norm: Largest global L2 norm of the gradient. Default: no clipping.
@@ -387,7 +387,7 @@ class TrainSection:
     reduction: Literal["exact", "overlapped"] = result_field("exact")
     reducer: str | None = result_field(None)
     backend: Literal["auto", "gloo"] = "auto"
-    bucket_mb: FinitePositiveFloat = 8.0
+    bucket_mb: FinitePositiveFloat | None = None
     precision: Literal["fp32", "bf16", "fp16"] = result_field("fp32")
     grad_clip_norm: PositiveFloat | None = result_field(None)
     ema_decay: Annotated[float, NumberRange(ge=0, lt=1)] | None = result_field(None)

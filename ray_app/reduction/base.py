@@ -12,8 +12,9 @@
   backends raise errors of many classes with many messages (those of "nccl" in torch 2.15 are plain `RuntimeError`s), so
   these first ask whether the group is broken (`is_broken`), and only otherwise read the message. torch.distributed has
   one default group per process at a time, so its state is kept in this module and not in an object.
-- `checksum` maps a gradient to one integer, for the check for silent data corruption. `gradient_norms` computes norms
-  on the device, and `scale_and_clip` multiplies gradients by factors that the host derives from them.
+- `checksum` maps a gradient to one integer, for the check for silent data corruption, and `state_checksum` a state, for
+  ranks to compare theirs. `gradient_norms` computes norms on the device, and `scale_and_clip` multiplies gradients by
+  factors that the host derives from them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -38,12 +39,20 @@ from torch import Tensor
 
 from ray_app.errors import ConfigError, PeerLostError, TaskError
 from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
-from ray_app.torch_private import OPERATORS_FILE, foreach_mul_, foreach_norm
+from ray_app.torch_private import OPERATORS_FILE, foreach_add_, foreach_mul_, foreach_norm
 
 logger = logging.getLogger(__name__)
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ALIGNED_BYTES = 64
+"""Every gradient begins at a multiple of this number of bytes.
+
+A GPU adds up the norm of a gradient in another order if its memory is not aligned. Without padding the alignment, and
+with it the norm, would depend on the parameters before it in the same memory, and so on `bucket_mb`.
+"""
+_BLOCK = 1 << 20
+"""Elements that `state_checksum` reads at a time, so that it needs little memory."""
 
 
 def checksum(gradient: Tensor, position: int) -> Tensor:
@@ -58,10 +67,35 @@ def checksum(gradient: Tensor, position: int) -> Tensor:
         position: The index of the parameter in the model. It decides the odd number, so that the sum of the checksums
             of two gradients changes if they are swapped.
     """
+    return (2 * position + 1) * _as_integers(gradient).sum(dtype=torch.int64)
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """Returns the elements of a tensor, each read as an integer of the same bytes."""
     # No integer type has the 16 bytes of complex128, so its real and imaginary parts are read as 8 bytes each.
-    if gradient.element_size() not in _INTEGER_DTYPES:
-        gradient = torch.view_as_real(gradient)
-    return (2 * position + 1) * gradient.view(_INTEGER_DTYPES[gradient.element_size()]).sum(dtype=torch.int64)
+    if tensor.element_size() not in _INTEGER_DTYPES:
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGER_DTYPES[tensor.element_size()])
+
+
+def state_checksum(tensors: Iterable[Tensor]) -> int:
+    """Returns a checksum of tensors, computed where they are; waits for the device once.
+
+    The elements are multiplied by odd numbers that are nearly random before they are added, so that differences in
+    several elements do not cancel each other, as those by rounding up and down may do in a plain sum.
+    """
+    blocks = [block for tensor in tensors for block in _as_integers(tensor.detach()).reshape(-1).split(_BLOCK)]
+    sums = [
+        (2 * number + 1) * (block * _factors(block.device)[: len(block)]).sum() for number, block in enumerate(blocks)
+    ]
+    return int(torch.stack([block_sum.to(sums[0].device) for block_sum in sums]).sum()) if sums else 0
+
+
+@cache
+def _factors(device: torch.device) -> Tensor:
+    """Returns odd numbers for the elements of a block, by a multiplicative hash of their positions."""
+    numbers = torch.arange(1, _BLOCK + 1, device=device) * -7046029254386353131
+    return (numbers ^ (numbers >> 31)) * -4658895280553007687 | 1
 
 
 def gradient_norms(gradients: list[Tensor]) -> list[Tensor]:
@@ -122,16 +156,20 @@ class TreeSum:
     Args:
         parents: The tree, see `tree_parents`.
         total: The tensor into which the last addition, that of the root, writes; it may be one of the terms.
+        add: Adds two terms, as `torch.add` does; the terms may be lists of tensors if it takes lists.
 
     Attributes:
         nodes: The nodes with a sum that has not been added to another one yet, and these sums, from left to right.
     """
 
-    def __init__(self, parents: dict[Node, Node], total: Tensor | None = None) -> None:
+    def __init__(
+        self, parents: dict[Node, Node], total: Tensor | None = None, add: Callable[..., Any] = torch.add
+    ) -> None:
         self._parents, self._total = parents, total
-        self.nodes: list[tuple[Node, Tensor]] = []
+        self._add = add
+        self.nodes: list[tuple[Node, Any]] = []
 
-    def push(self, node: Node, value: Tensor) -> list[Tensor]:
+    def push(self, node: Node, value: Any) -> list[Any]:
         """Adds the tensor of the next node and returns the tensors that the tree no longer needs.
 
         Args:
@@ -148,16 +186,54 @@ class TreeSum:
             parent = self._parents[left]
             # Only the root has no parent.
             out = low if self._total is None or parent in self._parents else self._total
-            torch.add(low, high, out=out)
+            self._add(low, high, out=out)
             freed.append(high)
             self.nodes[-2:] = [(parent, out)]
         return freed
 
-    def clear(self) -> list[Tensor]:
+    def clear(self) -> list[Any]:
         """Drops all nodes and returns their tensors."""
         tensors = [value for _, value in self.nodes]
         self.nodes = []
         return tensors
+
+
+def add_lists(left: list[Tensor], right: list[Tensor], out: list[Tensor]) -> None:
+    """Adds tensors to others, `out`, which are `left`; a device does so by one launch for many tensors."""
+    del left
+    foreach_add_(out, right)
+
+
+@cache
+def are_rows(nodes: tuple[Node, ...], logical_workers: int) -> bool:
+    """Returns whether `add_rows` adds the sums of nodes to that of one node.
+
+    They are then neighbors that together are a node, and hold the same power of two of logical workers each, but for
+    the last one, which may hold fewer.
+    """
+    (low, first_high), high = nodes[0], nodes[-1][1]
+    size = first_high - low
+    is_even = size & (size - 1) == 0 and nodes == tuple((at, min(at + size, high)) for at in range(low, high, size))
+    return is_even and subtrees(range(low, high), logical_workers) == [(low, high)]
+
+
+def add_rows(rows: Tensor, total: Tensor | None = None) -> Tensor:
+    """Returns the sum of rows of shape (rows, elements) in the tree, by log2(rows) additions of several rows at a time.
+
+    In each round every second row is added to the row before it, which are the additions of `TreeSum`, since a node of
+    the tree splits at a power of two. The rows are overwritten.
+
+    Args:
+        rows: The sums of neighboring nodes, see `are_rows`.
+        total: The tensor into which the last addition writes; None for the first row.
+    """
+    while len(rows) > 1:
+        left, right = rows[: len(rows) // 2 * 2 : 2], rows[1::2]
+        if len(rows) == 2 and total is not None:
+            return torch.add(left[0], right[0], out=total)
+        left.add_(right)
+        rows = rows[::2]
+    return rows[0] if total is None else total.copy_(rows[0])
 
 
 @dataclass(frozen=True)
@@ -171,6 +247,11 @@ class Stage:
 
     ranks: tuple[int, ...]
     nodes: tuple[tuple[Node, ...], ...]
+
+    @cached_property
+    def all_nodes(self) -> tuple[Node, ...]:
+        """The nodes of all ranks, from left to right."""
+        return tuple(node for nodes in self.nodes for node in nodes)
 
 
 def stage_groups(hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:

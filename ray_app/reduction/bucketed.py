@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -29,11 +30,14 @@ from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
+    ALIGNED_BYTES,
     GradientReducer,
     Stage,
     T,
     TreeSum,
     World,
+    add_rows,
+    are_rows,
     checksum,
     gradient_norms,
     launch_guard,
@@ -45,12 +49,16 @@ from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectT
 from ray_app.torch_private import run_backward
 
 _MEBI = 1 << 20
-_ALIGNED_BYTES = 64
-"""Every parameter begins at a multiple of this number of bytes in its bucket.
+_HOST_BUCKET_MB, _DEVICE_BUCKET_MB = 8, 64
+"""Default of `train.bucket_mb` where the host carries the buckets, and where a device does.
 
-A GPU adds up the norm of a gradient in another order if its memory is not aligned. Without padding the alignment, and
-with it the norm, would depend on the parameters before it in the bucket, and so on `bucket_mb`.
+A link between devices is so fast that the calls for a smaller bucket would take longer than its transfer. With 1 MiB on
+gloo they take 10 % of a ResNet-18 step.
 """
+_FIRST_BUCKET_MB = 8
+"""Maximum size of the first bucket on a device; a bucket is sent when all its gradients are complete."""
+_ALIGNED_SHARD_BYTES = 128
+"""Shards have a multiple of this number of bytes: NCCL copies memory that is not aligned to 16 bytes byte by byte."""
 
 
 def _memory_of_buckets(device: torch.device, world: World) -> torch.device:
@@ -68,7 +76,7 @@ def _memory_of_buckets(device: torch.device, world: World) -> torch.device:
 class Bucket:
     """Parameters with gradients that travel together as one flat tensor.
 
-    Zeros pad each parameter to a multiple of `_ALIGNED_BYTES`, and the flat tensor to a multiple of the world size.
+    Zeros pad each parameter to a multiple of `ALIGNED_BYTES`, and each shard to one of `_ALIGNED_SHARD_BYTES`.
 
     Args:
         parameters: The parameters, of one dtype and on one device.
@@ -93,19 +101,20 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], world: World, number: int) -> None:
         self.parameters = parameters
         first = parameters[0]
-        unit = _ALIGNED_BYTES // first.element_size()
+        unit = ALIGNED_BYTES // first.element_size()
         gaps = [-p.numel() % unit for p in parameters]
-        self.numel = sum(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))
-        self.shard_numel = -(-self.numel // world.size)
+        self._starts = [0, *accumulate(p.numel() + gap for p, gap in zip(parameters, gaps, strict=True))]
+        self.numel = self._starts[-1]
+        shard_unit = _ALIGNED_SHARD_BYTES // first.element_size()
+        self.shard_numel = -(-self.numel // (world.size * shard_unit)) * shard_unit
         memory = _memory_of_buckets(first.device, world)
         self._device, self.is_on_host = first.device, memory != first.device
-        self.result = torch.zeros(self.shard_numel * world.size, dtype=first.dtype, device=memory)
+        self._memory_options: dict[str, Any] = {"dtype": first.dtype, "device": memory, "pin_memory": self.is_on_host}
+        self._logical_workers = world.logical_workers
+        self.result = self._allocate(self.shard_numel * world.size)
         zeros = torch.zeros(unit, dtype=first.dtype, device=first.device)
         self._gaps = [zeros[:gap] if gap else None for gap in gaps]
-        self.views, offset = [], 0
-        for p, gap in zip(parameters, gaps, strict=True):
-            self.views.append(self.result[offset : offset + p.numel()].view_as(p))
-            offset += p.numel() + gap
+        self.views = self._cut(self.result)
         self._result_shard = self.result[self.shard_numel * world.rank :][: self.shard_numel]
         self._parents = tree_parents(world.logical_workers)
         self.tree = TreeSum(self._parents)
@@ -120,11 +129,24 @@ class Bucket:
             self._transport = CollectiveTransport(pool)
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
-        self._arriving: list[Tensor] = []
+        self._arriving: Any = []
+        # The newest leaf, while the device may still copy it to the host, and the event that follows the copy.
+        self._copied: tuple[Any, int, Tensor] | None = None
 
-    def copies(self) -> list[Tensor]:
-        """Returns copies of `views` on the device of the parameters."""
-        return [view.to(self._device) for view in self.views]
+    def _allocate(self, numel: int) -> Tensor:
+        """Returns zeros in the memory of the bucket; a device copies into it, and from it, by itself."""
+        return torch.zeros(numel, **self._memory_options)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        """Returns the part of a flat tensor for each parameter, in the parameter's shape."""
+        return [
+            flat[start : start + p.numel()].view_as(p) for start, p in zip(self._starts, self.parameters, strict=False)
+        ]
+
+    def totals(self) -> list[Tensor]:
+        """Returns the sum for each parameter on the parameters' device, when the bucket is reduced."""
+        self.add_copied_leaf()
+        return self._cut(self.result.to(self._device, non_blocking=True)) if self.is_on_host else self.views
 
     def collect(self, logical_worker: int) -> None:
         """Moves the parameters' gradients into the tree as the leaf of a logical worker.
@@ -137,11 +159,13 @@ class Bucket:
 
     def add_leaf(self, logical_worker: int, values: list[Tensor]) -> None:
         """Copies values, one per parameter, into the tree as the leaf of a logical worker."""
+        if self._copied is not None:
+            self.add_copied_leaf()
         # The sum of a tree is written into its leftmost tensor, so with one rank the total is in `result`.
         if not self.tree.nodes:
             flat = self.result
         else:
-            flat = self._free_memory.pop() if self._free_memory else torch.zeros_like(self.result)
+            flat = self._free_memory.pop() if self._free_memory else self._allocate(len(self.result))
         parts = [
             part
             for value, gap in zip(values, self._gaps, strict=True)
@@ -149,13 +173,23 @@ class Bucket:
             if part is not None
         ]
         if self.is_on_host:
-            flat[: self.numel].copy_(torch.cat(parts))
+            flat[: self.numel].copy_(torch.cat(parts), non_blocking=True)
+            self._copied = kind_of(self._device).current_stream(self._device).record_event(), logical_worker, flat
         else:
             torch.cat(parts, out=flat[: self.numel])
-        self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
+            self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
+
+    def add_copied_leaf(self) -> None:
+        """Waits until the newest leaf is in the memory of the bucket, and adds it."""
+        if self._copied is not None:
+            (copied, logical_worker, flat), self._copied = self._copied, None
+            copied.synchronize()
+            self._free_memory += self.tree.push((logical_worker, logical_worker + 1), flat)
 
     def reset(self) -> None:
         """Drops the sums of the step and keeps their memory for the next one."""
+        if self._copied is not None:
+            self.add_copied_leaf()
         self._free_memory += [value for value in self.tree.clear() if value is not self.result]
         self.sums = []
 
@@ -177,10 +211,15 @@ class Bucket:
                 into `result`.
         """
         self._transport.wait()
-        tree = TreeSum(self._parents, self._result_shard if is_only else None)
-        for node, value in zip((node for nodes in stage.nodes for node in nodes), self._arriving, strict=True):
-            tree.push(node, value)
-        self.sums, self._arriving = [value for _, value in tree.nodes], []
+        total = self._result_shard if is_only else None
+        if not self.is_direct and are_rows(stage.all_nodes, self._logical_workers):
+            self.sums = [add_rows(self._arriving, total)]
+        else:
+            tree = TreeSum(self._parents, total)
+            for node, value in zip(stage.all_nodes, self._arriving, strict=True):
+                tree.push(node, value)
+            self.sums = [value for _, value in tree.nodes]
+        self._arriving = []
 
     def gather(self, stage: Stage, group: Any, is_first: bool) -> None:
         """Starts to gather the shards of a stage; the stages are gathered from the last to the first.
@@ -211,9 +250,8 @@ class BucketedReducer(GradientReducer):
         model: The model; the `.grad` of its trained parameters receives the sums.
         world: The workers. If there are two or more, torch's default process group has to consist of them.
         reduction: How the gradients are added, see the docstring of the module.
-        bucket_mb: Maximum size of a bucket in MiB. Large buckets are sent late; with 1 MiB the calls themselves take
-            10 % of a ResNet-18 step on gloo. The tree adds element by element, so the result of `exact` does not depend
-            on this size.
+        bucket_mb: Maximum size of a bucket in MiB; None for the default where the buckets are. Large buckets are sent
+            late. The tree adds element by element, so the result of `exact` does not depend on this size.
     """
 
     def __init__(
@@ -221,7 +259,7 @@ class BucketedReducer(GradientReducer):
         model: nn.Module,
         world: World,
         reduction: Literal["exact", "overlapped"],
-        bucket_mb: float,
+        bucket_mb: float | None = None,
     ) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
@@ -230,7 +268,9 @@ class BucketedReducer(GradientReducer):
         self._has_one_term = world.logical_workers == 1
         self._stages = list(zip(world.stages, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        buckets = [] if self._has_one_term else _split_into_buckets(self._parameters, int(bucket_mb * _MEBI))
+        sizes_mb = (bucket_mb, bucket_mb) if bucket_mb else _default_sizes_mb(next(model.parameters()).device, world)
+        max_bytes = [int(size_mb * _MEBI) for size_mb in sizes_mb]
+        buckets = [] if self._has_one_term else _split_into_buckets(self._parameters, *max_bytes)
         self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
         self._last_logical_worker = world.assigned[-1]
         # The hooks count gradients only during the backward of the rank's last logical worker.
@@ -315,18 +355,17 @@ class BucketedReducer(GradientReducer):
             [term] = values.values()
             return [value.clone() for value in term]
         self._reset()
-        totals: dict[nn.Parameter, Tensor] = {}
         for bucket in self._buckets:
             for logical_worker, tensors in values.items():
                 by_parameter = dict(zip(self._parameters, tensors, strict=True))
                 bucket.add_leaf(logical_worker, [by_parameter[p] for p in bucket.parameters])
-            totals |= zip(bucket.parameters, bucket.views, strict=True)
         if self._world.size > 1:
             with self._launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
                 self._receive()
-        return [totals[p].clone().to(p.device) for p in self._parameters]
+        totals = {p: total for b in self._buckets for p, total in zip(b.parameters, b.totals(), strict=True)}
+        return [totals[p].clone() for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
         """Clears the gradients before a logical worker, and the sums before the rank's first one."""
@@ -441,6 +480,8 @@ class BucketedReducer(GradientReducer):
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
+        if bucket.is_on_host:
+            bucket.add_copied_leaf()
         # The first tensor is `bucket.result`, see `Bucket.add_leaf`.
         first, *more = [value for _, value in bucket.tree.nodes]
         for value in more:
@@ -454,6 +495,8 @@ class BucketedReducer(GradientReducer):
 
         It scatters and adds from the first stage to the last, and then gathers from the last stage to the first.
         """
+        if bucket.is_on_host:
+            bucket.add_copied_leaf()
         bucket.sums = [value for _, value in bucket.tree.nodes]
         bucket.scatter(*self._stages[0])
         yield bucket
@@ -479,9 +522,9 @@ class BucketedReducer(GradientReducer):
             with self._launch_guard():
                 self._receive()
         for bucket in self._buckets:
-            views = bucket.copies() if bucket.is_on_host else bucket.views
-            for p, view in zip(bucket.parameters, views, strict=True):
-                p.grad = view
+            totals = bucket.totals() if bucket.is_on_host else bucket.views
+            for p, total in zip(bucket.parameters, totals, strict=True):
+                p.grad = total
 
     def _receive(self) -> None:
         """Advances all buckets until they are reduced.
@@ -564,18 +607,26 @@ def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
     return reducer
 
 
-def _split_into_buckets(parameters: list[nn.Parameter], max_bytes: int) -> list[list[nn.Parameter]]:
+def _default_sizes_mb(device: torch.device, world: World) -> tuple[float, float]:
+    """Returns the default sizes of the first bucket and of the others, for parameters on a device."""
+    if kind_of(_memory_of_buckets(device, world)).is_host:
+        return _HOST_BUCKET_MB, _HOST_BUCKET_MB
+    return _FIRST_BUCKET_MB, _DEVICE_BUCKET_MB
+
+
+def _split_into_buckets(parameters: list[nn.Parameter], first_bytes: int, max_bytes: int) -> list[list[nn.Parameter]]:
     """Returns the parameters of each bucket, in about the order in which backward reaches them.
 
-    A bucket has parameters of one dtype, and at most `max_bytes` unless it is a single larger parameter.
+    A bucket has parameters of one dtype, and at most `max_bytes`, the first one at most `first_bytes`, unless it is a
+    single larger parameter.
     """
     buckets: list[list[nn.Parameter]] = []
     remaining_bytes = 0
     for p in reversed(parameters):
         size = p.numel() * p.element_size()
         if not buckets or size > remaining_bytes or buckets[-1][0].dtype != p.dtype:
+            remaining_bytes = max_bytes if buckets else first_bytes
             buckets.append([])
-            remaining_bytes = max_bytes
         buckets[-1].append(p)
         remaining_bytes -= size
     return buckets

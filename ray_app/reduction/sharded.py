@@ -8,13 +8,15 @@ the backward of one logical worker on every rank at the same time.
 - `FsdpReducer` uses FSDP's own reduce-scatter, in which the order of the additions depends on the number of workers.
 - `DeterministicShardedReducer` adds in the tree. In each pass an all-to-all sends every rank its shard of each rank's
   gradients of a unit, without an addition; it transfers as many bytes as the reduce-scatter that it replaces. Rank r
-  runs the logical workers r, r + W, and so on, so the gradients of a pass are the next W leaves of the tree. Between
-  two passes a rank has, for its shard of each parameter, the sums of at most log2(L) + 1 nodes.
+  runs the logical workers r, r + W, and so on, so the gradients of a pass are the next W leaves of the tree: they are
+  added as one piece of memory per unit, and the sums of several passes by one call for all parameters. Between two
+  passes a rank has, for its shard of each parameter, the sums of at most log2(L) + 1 nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,10 +29,14 @@ from torch.distributed.tensor import DTensor
 from ray_app.config.sections import TrainSection
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError
+from ray_app.plan.assignment import Node, subtrees
 from ray_app.reduction.base import (
+    ALIGNED_BYTES,
     GradientReducer,
     TreeSum,
     World,
+    add_lists,
+    add_rows,
     collective,
     gradient_norms,
     launch_guard,
@@ -38,6 +44,7 @@ from ray_app.reduction.base import (
     tree_parents,
 )
 from ray_app.reduction.overlap import record_on_current_stream
+from ray_app.reduction.transport import split_sizes
 from ray_app.torch_private import (
     BatchNorm,
     DefaultAllGather,
@@ -295,16 +302,21 @@ class _LeafAllToAll(ReduceScatter):
     def __init__(self, world: World) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
-        # This rank's shard of one unit's gradients from each logical worker of the pass, shape (logical workers,
-        # elements), and the number of elements of each row that `take` has returned.
-        self._received, self._offset = torch.empty(0), 0
-        self._memory = self._received
+        # This rank's shard of one unit's gradients, added for each of `nodes`, shape (nodes, elements), and the number
+        # of elements of each row that `take` has returned.
+        self._sums, self._offset = torch.empty(0), 0
+        self._memory = self._sums
         self.first, self.is_idle = 0, False
 
     @property
     def leaves(self) -> range:
         """The logical workers of this pass."""
         return range(self.first, min(self.first + self._world.size, self._world.logical_workers))
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes of the tree that consist of the logical workers of this pass."""
+        return subtrees(self.leaves, self._world.logical_workers)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for the input or output of the collective, see `Comm` of torch."""
@@ -313,10 +325,10 @@ class _LeafAllToAll(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """Sends every rank its shard of this rank's gradients of a unit, and receives this rank's shard from all ranks.
+        """Sends every rank its shard of this rank's gradients of a unit, and adds the received shards in the tree.
 
         A rank without a logical worker in this pass sends nothing. `output_tensor` is not written; `take` returns the
-        received shards.
+        sums.
         """
         del op, async_op
         world = self._world
@@ -328,8 +340,13 @@ class _LeafAllToAll(ReduceScatter):
         received = self._get_buffer(width * shard, input_tensor)
         sizes = [shard if rank < width else 0 for rank in range(world.size)]
         with self._launch_guard():
-            dist.all_to_all_single(received, input_tensor[: sent * world.size], sizes, [sent] * world.size, group=group)
-        self._received, self._offset = received.view(width, shard), 0
+            dist.all_to_all_single(
+                received, input_tensor[: sent * world.size], split_sizes(sizes), split_sizes([sent] * world.size), group
+            )
+        rows = received.view(width, shard)
+        self._sums, self._offset = rows.new_empty(len(self.nodes), shard), 0
+        for (low, high), total in zip(self.nodes, self._sums, strict=True):
+            add_rows(rows[low - self.first : high - self.first], total)
 
     def _get_buffer(self, size: int, like: Tensor) -> Tensor:
         """Returns memory for the shards of a unit; all units share it, because writing to new pages is slower."""
@@ -338,7 +355,7 @@ class _LeafAllToAll(ReduceScatter):
         return self._memory[:size]
 
     def take(self, p: DTensor, gradient: Tensor) -> list[Tensor]:
-        """Returns this rank's shards of the gradients of the unit's next parameter, in the order of `leaves`.
+        """Returns this rank's shards of the gradients of the unit's next parameter, one for each of `nodes`.
 
         Args:
             p: The parameter.
@@ -349,7 +366,7 @@ class _LeafAllToAll(ReduceScatter):
             return [gradient.zero_() if self.is_idle else gradient]
         begin = self._offset
         self._offset += -(-p.shape[0] // self._world.size) * p.shape[1:].numel()
-        return [row[begin : begin + gradient.numel()].view(gradient.shape) for row in self._received]
+        return [row[begin : begin + gradient.numel()].view(gradient.shape) for row in self._sums]
 
 
 class DeterministicShardedReducer(FsdpReducer):
@@ -363,8 +380,10 @@ class DeterministicShardedReducer(FsdpReducer):
     def __init__(self, model: nn.Module, world: World) -> None:
         self._scatter = _LeafAllToAll(world)
         super().__init__(model, world)
-        self._sums = [TreeSum(tree_parents(world.logical_workers)) for _ in self._parameters]
-        self._missing: set[int] = set()
+        # The tree of the shards of all parameters, and the shards of this pass by the number of their parameter; None
+        # outside of a pass.
+        self._tree = TreeSum(tree_parents(world.logical_workers), add=add_lists)
+        self._shards: dict[int, list[Tensor]] | None = None
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters)]
 
@@ -372,15 +391,14 @@ class DeterministicShardedReducer(FsdpReducer):
         return self._scatter
 
     def _hook(self, number: int) -> Any:
-        """Returns the hook of a parameter, which adds the received shards of its gradient in the tree."""
+        """Returns the hook of a parameter, which keeps the received shards of its gradient."""
 
         def on_gradient(p: DTensor) -> None:
             gradient: Any = p.grad
             p.grad = None
-            if number not in self._missing:
+            if self._shards is None or number in self._shards:
                 raise partial_gradient_error(self._names[number])
-            self._missing.remove(number)
-            self._push(number, self._scatter.take(p, gradient.to_local()))
+            self._shards[number] = self._scatter.take(p, gradient.to_local())
 
         return on_gradient
 
@@ -394,40 +412,38 @@ class DeterministicShardedReducer(FsdpReducer):
 
     def _pass(self, losses: Tensor, weights: Tensor) -> None:
         if not self._has_begun:
-            for tree in self._sums:
-                tree.clear()
+            self._tree.clear()
             self._scatter.first = 0
-        self._missing = set(range(len(self._parameters)))
-        super()._pass(losses, weights)
-        # The missing parameters were used by no logical worker of this pass.
-        for number in self._missing:
-            p = self._parameters[number]
-            local = p.to_local()
-            # Received gradients are on the device; the gradients of a single worker are where the parameter is, on the
-            # CPU with offloading.
-            device = local.device if self._world.size == 1 else p.device_mesh.device_type
-            zeros = torch.zeros_like(local, device=device)
-            self._push(number, [zeros.clone() for _ in self._scatter.leaves])
+        self._shards = shards = dict[int, list[Tensor]]()
+        try:
+            super()._pass(losses, weights)
+        finally:
+            self._shards = None
+        self._push([shards.get(number) or self._zeros(p) for number, p in enumerate(self._parameters)])
         self._scatter.first += self._world.size
 
     @torch.no_grad()
-    def _push(self, number: int, shards: list[Tensor]) -> None:
-        """Adds the shards of a parameter's gradients of this pass in the tree of the parameter."""
-        tree, leaves = self._sums[number], self._scatter.leaves
-        for leaf, value in zip(leaves, shards, strict=True):
-            # Zeros for an unused parameter are allocated on another stream than the received gradients.
-            record_on_current_stream(tree.push((leaf, leaf + 1), value))
-        # A shard of this pass is a view of the memory into which the next unit is received, so the tree keeps copies.
-        # A sum that began in an earlier pass has memory of its own already.
-        tree.nodes = [(node, value.clone() if node[0] >= leaves.start else value) for node, value in tree.nodes]
+    def _push(self, shards: list[list[Tensor]]) -> None:
+        """Adds the shards of a pass, for each parameter one for each of its nodes, in the tree."""
+        for node, values in zip(self._scatter.nodes, zip(*shards, strict=True), strict=True):
+            for added in self._tree.push(node, [*values]):
+                # They were allocated on the stream that receives shards, which must not use their memory again yet.
+                record_on_current_stream(added)
+
+    def _zeros(self, p: DTensor) -> list[Tensor]:
+        """Returns the shards of a parameter that no logical worker of this pass has used."""
+        local = p.to_local()
+        # Received gradients are on the device; the gradients of a single worker are where the parameter is, on the CPU
+        # with offloading.
+        device = local.device if self._world.size == 1 else p.device_mesh.device_type
+        return [torch.zeros_like(local, device=device) for _ in self._scatter.nodes]
 
     def finish(self) -> None:
         """See `GradientReducer.finish`."""
         self._has_begun = False
-        for p, tree in zip(self._parameters, self._sums, strict=True):
-            [(_, total)] = tree.nodes
+        [totals] = self._tree.clear()
+        for p, total in zip(self._parameters, totals, strict=True):
             p.grad = wrap_shard(total.to(p.to_local().device), p)
-            tree.clear()
 
     def norms(self) -> list[Tensor]:
         """Returns the L2 norm of every trained parameter's whole gradient, one tensor of shape (parameters,), float64.
@@ -457,11 +473,17 @@ class DeterministicShardedReducer(FsdpReducer):
         norms = torch.zeros(len(parameters), dtype=torch.float64, device=outgoing.device)
         del shards, outgoing
         if assigned:
-            # This is a generator, so that only one whole gradient needs memory at a time.
-            wholes = (
-                torch.cat(pieces).view(p.dtype).view(p.shape) for p, *pieces in zip(assigned, *by_rank, strict=True)
-            )
-            norms[rank::size] = torch.stack([norm for whole in wholes for norm in gradient_norms([whole])]).double()
+            # One copy assembles all whole gradients, each of which begins aligned.
+            lengths = [p.numel() * p.dtype.itemsize for p in assigned]
+            zeros = received.new_zeros(ALIGNED_BYTES)
+            gaps = [zeros[: -length % ALIGNED_BYTES] for length in lengths]
+            memory = torch.cat([piece for pieces in zip(*by_rank, gaps, strict=True) for piece in pieces])
+            starts = accumulate((length + len(gap) for length, gap in zip(lengths, gaps, strict=True)), initial=0)
+            wholes = [
+                memory[start : start + length].view(p.dtype).view(p.shape)
+                for p, start, length in zip(assigned, starts, lengths, strict=False)
+            ]
+            norms[rank::size] = torch.stack(gradient_norms(wholes)).double()
         with self._launch_guard():
             dist.all_reduce(norms)
         return [self._to_device(norms)]

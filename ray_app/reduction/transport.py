@@ -86,12 +86,12 @@ class BufferPool:
 class Transport(Protocol):
     """Sends and receives the shards of a bucket; each `scatter` or `gather` needs a `wait` before the next one."""
 
-    def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
+    def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> Sequence[Tensor] | Tensor:
         """Starts to send every rank of the stage its shard of each of this rank's sums.
 
         Returns:
             This rank's shards of the sums of all ranks of the stage, in the order of `stage.nodes`; they are complete
-            after `wait`.
+            after `wait`. They are the rows of one tensor if they are in one piece of memory.
         """
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
@@ -102,6 +102,14 @@ class Transport(Protocol):
 
     def wait(self) -> None:
         """Waits for the transfers that have started; on a device, makes the current stream wait for them."""
+
+
+def split_sizes(counts: list[int]) -> list[int] | None:
+    """Returns the sizes for an all-to-all of which these are the elements for each rank; None if they are equal.
+
+    Without sizes NCCL runs one collective instead of a message for each rank.
+    """
+    return counts if len({*counts}) > 1 else None
 
 
 class CollectiveTransport(Transport):
@@ -115,7 +123,7 @@ class CollectiveTransport(Transport):
         self._get_buffer = pool.get
         self._work: Any = None
 
-    def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
+    def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> Sequence[Tensor] | Tensor:
         """See `Transport`."""
         ranks, nodes = len(stage.ranks), len(sums)
         shard = sums[0].numel() // ranks
@@ -127,10 +135,9 @@ class CollectiveTransport(Transport):
             torch.stack([value.view(ranks, shard) for value in sums], 1, out=outgoing.view(ranks, nodes, shard))
         counts = [len(sent) * shard for sent in stage.nodes]
         received = self._get_buffer(f"from {stage.ranks}", sum(counts), outgoing.dtype)
-        self._work = dist.all_to_all_single(
-            received, outgoing, counts, [nodes * shard] * ranks, group=group, async_op=True
-        )
-        return list(received.chunk(sum(map(len, stage.nodes))))
+        sizes = split_sizes(counts), split_sizes([nodes * shard] * ranks)
+        self._work = dist.all_to_all_single(received, outgoing, *sizes, group=group, async_op=True)
+        return received.view(sum(map(len, stage.nodes)), shard)
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
         """See `Transport`."""

@@ -10,6 +10,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -173,7 +175,7 @@ class DeviceSums(NamedTuple):
     Args:
         values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
             value, or shape (2 + metrics,).
-        metrics: The names of the metrics; None without weights and metrics.
+        metrics: The sorted names of the metrics; None without weights and metrics.
     """
 
     values: Tensor
@@ -187,8 +189,10 @@ def sum_on_device(losses: Losses) -> DeviceSums:
     if losses.weights is None and not losses.metrics:
         return DeviceSums(values.sum(), len(values), None)
     weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
-    other_sums = [value.detach().sum(dtype=torch.float64) for value in (weights, *losses.metrics.values())]
-    return DeviceSums(torch.stack([values.sum().double(), *other_sums]), len(values), tuple(losses.metrics))
+    names = sorted(losses.metrics)
+    others = [weights, *(losses.metrics[name].detach() for name in names)]
+    other_sums = [value.sum(dtype=torch.float64) for value in others]
+    return DeviceSums(torch.stack([values.sum().double(), *other_sums]), len(values), tuple(names))
 
 
 def read_sums(
@@ -212,20 +216,41 @@ def read_sums(
             at += 1
         else:
             loss, weight, *metrics = numbers[at : at + 2 + len(one.metrics)]
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"{type(task).__name__}.loss returned weights whose sum over {one.rows} rows is {weight}; each"
-                    " must be a number of at least 0, such as how many tokens a row has."
-                )
+            check_weight(task, weight, one.rows)
             loss_sums.append(LossSums(loss, weight, dict(zip(one.metrics, metrics, strict=True))))
             at += 2 + len(metrics)
     return loss_sums, numbers[at:]
 
 
+def check_weight(task: object, weight: float, rows: int) -> None:
+    """Checks the sum of the weights of some rows.
+
+    Raises:
+        ConfigError: It is negative, infinite or NaN.
+    """
+    if not 0 <= weight < math.inf:
+        raise ConfigError(
+            f"{type(task).__name__}.loss returned weights whose sum over {rows} rows is {weight}; each must be a number"
+            " of at least 0, such as how many tokens a row has."
+        )
+
+
+def join_values(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns all values of tensors of shape () or (n,), in their order, as one tensor of float64.
+
+    A device joins tensors of one dtype by one launch, and others one by one.
+    """
+    parts = [torch.hstack([*same]).double() for _, same in groupby(tensors, attrgetter("dtype"))]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _read_values(tensors: list[Tensor]) -> list[float]:
     """Returns all values of some tensors, read from a device in one transfer."""
-    if len(tensors) <= (_MAX_SEPARATE_READS if _are_on_host(tensors) else 1):
+    are_on_host = _are_on_host(tensors)
+    if len(tensors) <= (_MAX_SEPARATE_READS if are_on_host else 1):
         return [value for tensor in tensors for value in (tensor.tolist() if tensor.ndim else (tensor.item(),))]
+    if not are_on_host:
+        return join_values(tensors).tolist()
     return (torch.stack if {tensor.ndim for tensor in tensors} == {0} else torch.hstack)(tensors).tolist()
 
 

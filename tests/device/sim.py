@@ -65,7 +65,12 @@ class SimulatedGroup(DeviceGroup2):
         with stream:
             for tensor in tensors:
                 SIM.access(tensor, id(tensor) in outputs or name in _IN_PLACE, f"the collective {name}")
-        work = self.start(name, *_on_host(args), **options)
+        SIM.count("collectives")
+        was_counted = SIM.set_counted(False)
+        try:
+            work = self.start(name, *_on_host(args), **options)
+        finally:
+            SIM.set_counted(was_counted)
         return _StreamWork(work, stream.record_event(), tensors)
 
     def get_error(self) -> ErrorType:

@@ -12,6 +12,10 @@
 //   then, that is an error, unless that stream was recorded (`Tensor.record_stream`).
 // - Generators draw other numbers than those of the CPU from the same seed.
 // - Errors of a device are raised at the next synchronization, and by each call after it.
+//
+// It counts what costs time on a GPU, see `count`.
+
+#define NDEBUG  // as in the libraries of torch, on which the layout of some classes depends
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -25,6 +29,7 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
@@ -122,6 +127,8 @@ struct Simulator {
   std::map<int, std::string> errors;  // by device
   std::set<int> broken;               // devices that have raised their error
   std::vector<std::string> races;
+  std::map<std::string, int64_t> counts;
+  bool is_counting = false;
   int64_t allocations_until_failure = -1, num_synchronizations = 0;
 };
 
@@ -139,6 +146,15 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 thread_local DeviceIndex current_device = 0;
 thread_local std::map<DeviceIndex, int64_t> current_streams;
+thread_local bool is_counted = true;  // whether what this thread does belongs to the step
+
+// Counts what a step costs: "launches" of kernels, "waits" of the host for work that it does not know to be done, "pageable"
+// and "locked" copies between host and device, and "gloo bytes", all tensors of the host in messages and collectives.
+void count(const char* name, int64_t number = 1) {
+  auto& s = simulator();
+  Lock lock(s.mutex);
+  if (s.is_counting && is_counted) s.counts[name] += number;
+}
 
 Stream current_stream(DeviceIndex device) { return Stream(Stream::UNSAFE, Device(kSim, device), current_streams[device]); }
 
@@ -187,6 +203,11 @@ void wait_on_host(const Clocks& clocks, DeviceIndex device) {
   {
     Lock lock(s.mutex);
     ++s.num_synchronizations;
+    for (auto& [stream, clock] : clocks)
+      if (!covers(s.host, stream, clock)) {
+        count("waits");
+        break;
+      }
     join(s.host, clocks);
     auto is_pending = [&](const Transfer& t) { return !covers(s.host, t.stream, t.clock); };
     auto first_done = std::stable_partition(s.transfers.begin(), s.transfers.end(), is_pending);
@@ -640,6 +661,7 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   c10::OptionalDeviceGuard guard(device);
   auto index = current_device;
   Operation operation(index, schema.name());
+  count("launches");
   std::map<c10::TensorImpl*, Tensor> originals;  // by their alias on the host
   std::vector<std::pair<Tensor, Tensor>> written;
   auto alias_of = [&](const Tensor& tensor, size_t argument) {
@@ -710,6 +732,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
       join(s.streams[stream_key(to)], s.streams[stream_key(from)]);
     }
     Operation operation(target.device().index(), "aten::copy_");
+    count("launches");
     operation.reads(source);
     operation.writes(target);
     on_host(target).copy_(on_host(source));
@@ -723,6 +746,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   auto& host = is_on_device(source) ? target : source;
   Operation operation(tensor.device().index(), is_on_device(source) ? "copy to the host" : "copy to the device");
   operation.use(tensor, is_on_device(target));
+  count(PinnedMemory::contains(host.const_data_ptr()) ? "locked" : "pageable");
   bool is_plain = source.scalar_type() == target.scalar_type() && host.is_contiguous() && host.nbytes() > 0;
   bool is_late = non_blocking && is_plain && (is_on_device(source) || PinnedMemory::contains(host.const_data_ptr()));
   auto* address = static_cast<char*>(const_cast<void*>(host.const_data_ptr()));
@@ -744,8 +768,26 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   return target;
 }
 
+// One launch for tensors of one device, as with CUDA; otherwise one copy for each.
+void foreach_copy(TensorList targets, TensorList sources, bool non_blocking) {
+  bool is_alike = true;
+  for (size_t i = 0; i < targets.size(); ++i) is_alike &= targets[i].device() == sources[i].device();
+  if (!is_alike) {
+    for (size_t i = 0; i < targets.size(); ++i) targets[i].copy_(sources[i], non_blocking);
+    return;
+  }
+  Operation operation(targets[0].device().index(), "aten::_foreach_copy_");
+  count("launches");
+  for (size_t i = 0; i < targets.size(); ++i) {
+    operation.reads(sources[i]);
+    operation.writes(targets[i]);
+    on_host(targets[i]).copy_(on_host(sources[i]));
+  }
+}
+
 Scalar local_scalar(const Tensor& tensor) {
   Operation operation(tensor.device().index(), "aten::_local_scalar_dense");
+  count("pageable");
   operation.reads(tensor);
   synchronize_stream(current_stream(tensor.device().index()));
   return on_host(tensor).item();
@@ -754,6 +796,7 @@ Scalar local_scalar(const Tensor& tensor) {
 Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, IntArrayRef stride,
                    IntArrayRef padding, IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups) {
   Operation operation(input.device().index(), "aten::convolution");
+  count("launches");
   for (auto& tensor : {input, weight, bias.value_or(Tensor())}) operation.reads(tensor);
   auto result = at::convolution(on_host(input), on_host(weight), on_host(bias.value_or(Tensor())), stride, padding, dilation,
                                 transposed, output_padding, groups);
@@ -765,6 +808,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& gradient, 
                                                         bool transposed, IntArrayRef output_padding, int64_t groups,
                                                         std::array<bool, 3> mask) {
   Operation operation(input.device().index(), "aten::convolution_backward");
+  count("launches");
   for (auto& tensor : {gradient, input, weight}) operation.reads(tensor);
   auto bias_size = transposed ? weight.size(1) * groups : weight.size(0);
   auto [a, b, c] = at::convolution_backward(on_host(gradient), on_host(input), on_host(weight), IntArrayRef({bias_size}), stride,
@@ -796,6 +840,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", empty_strided_on_device);
   m.impl("resize_", resize_tensor);
   m.impl("_copy_from", copy_from);
+  m.impl("_foreach_copy_", foreach_copy);
+  // Without these the dispatcher would call one operator for each tensor.
+  for (auto* name : {"_foreach_norm.Scalar", "_foreach_mul_.Scalar", "_foreach_add_.List", "_foreach_lerp_.Scalar"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   m.impl("_local_scalar_dense", local_scalar);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
@@ -828,6 +876,23 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
   AT_FORALL_FP32(FULL_PRECISION)
   AT_FORALL_PROMOTE(WIDEST_TYPE)
+}
+
+// Adds up the tensors of the host in messages and collectives, in all threads.
+void count_messages() {
+  auto begin = [](const RecordFunction& function) -> std::unique_ptr<ObserverContext> {
+    if (std::string_view(function.name()).substr(0, 6) != "c10d::") return nullptr;
+    auto add = [](const Tensor& tensor) {
+      if (tensor.defined() && tensor.device().is_cpu()) count("gloo bytes", static_cast<int64_t>(tensor.nbytes()));
+    };
+    for (const c10::IValue& value : function.inputs()) {
+      if (value.isTensor()) add(value.toTensor());
+      if (value.isTensorList())
+        for (const Tensor& tensor : value.toTensorVector()) add(tensor);
+    }
+    return nullptr;
+  };
+  addGlobalCallback(RecordFunctionCallback(begin).needsInputs(true).scopes({RecordScope::FUNCTION}));
 }
 
 void start(int num_devices, size_t capacity) {
@@ -873,7 +938,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard<std::mutex> lock(PinnedMemory::mutex);
     TORCH_CHECK(PinnedMemory::locked.erase(reinterpret_cast<const char*>(address)), "the block is not locked");
   });
-  m.def("locked_bytes", [] {
+  m.def("registered_bytes", [] {
     std::lock_guard<std::mutex> lock(PinnedMemory::mutex);
     size_t sum = 0;
     for (auto& [address, size] : PinnedMemory::locked) sum += size;
@@ -886,6 +951,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     simulator().outside[device] += size;
   });
   m.def("set_limit", [](size_t limit) { simulator().limit = limit; });
+  m.def("start_counting", [] {
+    Lock lock(simulator().mutex);
+    simulator().counts.clear();
+    if (!std::exchange(simulator().is_counting, true)) count_messages();
+  });
+  m.def("counts", [] {
+    Lock lock(simulator().mutex);
+    return simulator().counts;
+  });
+  m.def("count", &count, py::arg("name"), py::arg("number") = 1);
+  // Sets whether what the calling thread does is counted; returns whether it was.
+  m.def("set_counted", [](bool value) { return std::exchange(is_counted, value); });
+  m.def("locked_bytes", [] {
+    std::lock_guard<std::mutex> lock(PinnedMemory::mutex);
+    size_t sum = 0;
+    for (auto* blocks : {&PinnedMemory::sizes, &PinnedMemory::locked})
+      for (auto& [address, size] : *blocks) sum += size;
+    for (auto* address : PinnedMemory::free_addresses) sum -= PinnedMemory::sizes[address];
+    return sum;
+  });
   m.def("num_synchronizations", [] { return simulator().num_synchronizations; });
   m.def("fail_allocation", [](int64_t number) { simulator().allocations_until_failure = number - 1; });
   m.def("fail_device", [](int device, const std::string& message) {

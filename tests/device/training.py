@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -34,11 +35,13 @@ class OwnGroupMembership(LocalMembership):
         device: The device of this worker.
         port: The port of 127.0.0.1 at which the stores of the process groups listen.
         hosts: The host name of each rank.
+        group_backend: Value of `train.backend`, `gloo` where workers share a device.
     """
 
     device: torch.device
     port: int
     hosts: tuple[str, ...] = ()
+    group_backend: Literal["auto", "gloo"] = "auto"
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
@@ -53,7 +56,7 @@ class OwnGroupMembership(LocalMembership):
         with watch_peers(self._store, world.rank, world.size) as watch:
             try:
                 with collective():
-                    group.open(info, self.device, "auto")
+                    group.open(info, self.device, self.group_backend)
                 watch(group.abort)
                 is_direct = group.has_device_collectives
                 yield (
@@ -135,6 +138,7 @@ def _train(
     membership = DeviceMembership(worker, groups, [*reforms], store, job.plan.logical_workers, "")
     membership.device = device
     membership.port, membership.hosts = port, hosts
+    membership.group_backend = job.config.train.backend
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ray_app.checkpoint.format import Snapshot, params_digest
+from ray_app.checkpoint.format import Snapshot
 from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER, OptimizerSpec, explain_constructor, load_class
 from ray_app.config.sections import ClassSpec, TrainSection
 from ray_app.devices import KINDS
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
-from ray_app.reduction.base import World
+from ray_app.reduction.base import World, state_checksum
 from ray_app.reduction.messages import gather
 from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
@@ -46,7 +46,13 @@ from ray_app.train.state.parameters import (
     load_optimizer,
     make_contiguous,
 )
-from ray_app.train.state.transfer import copy_to_host, divergent_ranks, ranks_without_state, transfer_snapshot
+from ray_app.train.state.transfer import (
+    copy_to_host,
+    divergent_ranks,
+    ranks_without_state,
+    snapshot_checksum,
+    transfer_snapshot,
+)
 
 NO_STATE = -1
 """The value of `TrainingState.step` while a worker has no state yet."""
@@ -145,32 +151,47 @@ class StateSync:
         """
         state = self._state
         steps, divergent = self._agreed_steps(world, was_broken)
-        if max(steps) == NO_STATE and world.rank == 0:
-            restore()
-            # At step 0 there was nothing to restore, so the state is the initial one. To continue with it would repeat
-            # the whole run.
-            if divergent and state.step == 0:
-                raise CheckpointError(_NO_TRUSTED_STATE)
+        if max(steps) == NO_STATE:
+            if world.rank == 0:
+                restore()
+                # At step 0 there was nothing to restore, so the state is the initial one. To continue with it would
+                # repeat the whole run.
+                if divergent and state.step == 0:
+                    raise CheckpointError(_NO_TRUSTED_STATE)
+            steps = self._begin_alike(world) if world.size > 1 else [state.step]
         source = steps.index(max(steps))
         to = ranks_without_state(steps, source)
-        received = transfer_snapshot(state.live() if world.rank == source and to else None, world.rank, source, to)
+        live = state.live() if world.rank == source and to else None
+        received = transfer_snapshot(live, world, source, to, state.device)
         if world.rank in to:
             assert received is not None
             state.load(received)
         return divergent
 
+    def _begin_alike(self, world: World) -> list[int]:
+        """Begins at step 0 if this rank has built the state with which rank 0 does; returns the step of every rank.
+
+        All ranks build the same state from the seed, unless the task draws from a generator of its own.
+        """
+        state = self._state
+        checksums = gather((state.step, snapshot_checksum(state.live()) if state.step <= 0 else None), world)
+        first_step = checksums[0][0]
+        is_alike = [first_step == 0 and checksum == checksums[0][1] for _, checksum in checksums]
+        state.step = first_step if is_alike[world.rank] else state.step
+        return [first_step if not rank or is_alike[rank] else NO_STATE for rank in range(world.size)]
+
     def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
         """Returns the step of every rank, with `NO_STATE` for divergent ranks, and the divergent ranks.
 
-        A digest of the parameters takes time, so digests are compared only after a broken generation.
+        Checksums of the parameters take time, so they are compared only after a broken generation.
         """
         state = self._state
         reports = gather((state.step, was_broken), world)
         steps, divergent = [step for step, _ in reports], list[int]()
         if any(broken for _, broken in reports) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
-            divergent = divergent_ranks(
-                steps, gather(params_digest(state.master.state_dict()) if state.step == max(steps) else "", world)
-            )
+            is_newest = state.step == max(steps)
+            checksum = state_checksum(state.master.state_dict().values()) if is_newest else None
+            divergent = divergent_ranks(steps, gather(checksum, world))
         return [NO_STATE if rank in divergent else step for rank, step in enumerate(steps)], divergent
 
     def broadcast_parameters(self, averaged: bool = False) -> None:
@@ -214,6 +235,7 @@ class TrainingState:
         placement: Where this rank has the parameters; None for all parameters in the model.
 
     Attributes:
+        device: Device of the model.
         step: Finished steps; `NO_STATE` before a state is loaded or initialized.
         model: The model that computes.
         master: The model that the optimizer updates: `model` itself, unless the placement has a second model for it.
@@ -236,7 +258,7 @@ class TrainingState:
     ) -> None:
         self._config = config
         self._task = task
-        self._device = device
+        self.device = device
         self._total_steps = total_steps
         self._placement = placement or Placement()
         self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
@@ -264,7 +286,7 @@ class TrainingState:
 
     def _build_model(self) -> tuple[nn.Module, list[nn.Module]]:
         """Returns the model that the task builds with generators seeded by the run's seed, and its frozen layers."""
-        seed_init(self._config.seed, self._device)
+        seed_init(self._config.seed, self.device)
         model = make_contiguous(self._task.build_model())
         frozen = freeze_parameters(model, self._config.train.freeze or [])
         keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
@@ -391,7 +413,7 @@ class TrainingState:
         optimizer = self._next_optimizer
         if self._has_own_update or not type(optimizer).__module__.startswith("torch."):
             # It may draw, the generators of the ranks differ after their logical workers, and the parameters must not.
-            seed_step(self._config.seed, 0, self.step, _UPDATE, self._device)
+            seed_step(self._config.seed, 0, self.step, _UPDATE, self.device)
         with user_code(lambda: "the update of the parameters"):
             self._task.apply_gradients(self.master, optimizer)
         if self.average is not None:

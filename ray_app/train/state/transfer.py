@@ -3,7 +3,8 @@
 `transfer_snapshot` sends a state to the ranks that lack it, along a tree of ranks, tensor by tensor and in pieces of at
 most `_PIECE_BYTES`. No large object is pickled or copied while Python's global lock is held, so heartbeats continue
 however large the state is. A tensor is sent from the memory in which it is, and is received into the memory in which it
-stays. Tensors on a device pass through host memory piece by piece.
+stays. Tensors on a device pass through host memory piece by piece, unless the devices have collectives of their own:
+then they travel from device to device.
 
 `copy_to_host` copies a state. It starts the copies of all device tensors before it waits for any. Their targets are in
 page-locked memory, into which a device copies by itself while the host continues. PyTorch's page-locked memory
@@ -20,25 +21,30 @@ for the CPU, and check the order of the calls of the code for the GPU.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import mmap
+import pickle
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.devices import HOST, accelerator, kind_of
-from ray_app.reduction.base import collective
-from ray_app.reduction.messages import receive_value, start_send_value
+from ray_app.reduction.base import World, check_device_errors, collective, launch_guard, state_checksum
+from ray_app.reduction.messages import broadcast, receive_value, start_send_value
 from ray_app.reduction.transport import P2PWork, receive, start_send
+from ray_app.torch_private import foreach_copy_
 
 logger = logging.getLogger(__name__)
 
@@ -67,36 +73,55 @@ def ranks_without_state(steps: Sequence[int], source: int) -> list[int]:
     return [rank for rank, step in enumerate(steps) if rank != source and (step < 0 or step != steps[source])]
 
 
-def divergent_ranks(steps: Sequence[int], digests: Sequence[str]) -> list[int]:
-    """Returns the ranks at the highest step with another parameter digest than the majority of these ranks.
+def divergent_ranks(steps: Sequence[int], checksums: Sequence[object]) -> list[int]:
+    """Returns the ranks at the highest step with another checksum of the parameters than the majority of these ranks.
 
-    If no digest has a majority, these are all ranks at the highest step.
+    If no checksum has a majority, these are all ranks at the highest step.
 
     Args:
         steps: The step of every rank.
-        digests: The parameter digest of every rank; only the digests of ranks at the highest step are read.
+        checksums: The checksum of every rank; only those of ranks at the highest step are read.
     """
     newest = [rank for rank, step in enumerate(steps) if step == max(steps)]
-    digest, count = Counter(digests[rank] for rank in newest).most_common(1)[0]
-    return [rank for rank in newest if digests[rank] != digest or 2 * count <= len(newest)]
+    checksum, count = Counter(checksums[rank] for rank in newest).most_common(1)[0]
+    return [rank for rank in newest if checksums[rank] != checksum or 2 * count <= len(newest)]
 
 
-def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Sequence[int]) -> Snapshot | None:
-    """Sends the state of the rank `source` to the ranks `to`; a collective of these ranks.
+def snapshot_checksum(snapshot: Snapshot) -> tuple[int, bytes]:
+    """Returns a checksum of a state without its step: that of its tensors, and the SHA-256 of all else.
+
+    The second part may differ for equal states of several processes, for example by the order of a set.
+    """
+    tensors: list[Tensor] = []
+    head = extract_tensors(_values_of(snapshot)[1:], tensors, lambda _: False)
+    return state_checksum(tensors), hashlib.sha256(pickle.dumps(head)).digest()
+
+
+def _values_of(snapshot: Snapshot) -> list[Any]:
+    return [getattr(snapshot, part.name) for part in fields(Snapshot)]
+
+
+def transfer_snapshot(
+    snapshot: Snapshot | None, world: World, source: int, to: Sequence[int], device: torch.device | None = None
+) -> Snapshot | None:
+    """Sends the state of the rank `source` to the ranks `to`; a collective of all ranks.
 
     Args:
         snapshot: On the rank `source` its state; the tensors may be those that training changes, also on a device.
-        rank: This rank.
+        world: The workers of the generation.
         source: The rank with the state.
         to: The ranks that receive the state, the same list on all ranks.
+        device: The device that receives the state, if devices have collectives; None for host memory.
 
     Returns:
-        On the ranks `to` the received state, in new memory on the CPU; on all other ranks the argument `snapshot`.
+        On the ranks `to` the received state, in new memory; on all other ranks the argument `snapshot`.
 
     Raises:
-        PeerLostError: One of the ranks left meanwhile.
+        PeerLostError: A rank left meanwhile.
     """
-    order = [source, *to]
+    rank, order = world.rank, [source, *to]
+    if to and device is not None and world.has_device_collectives:
+        return _broadcast_snapshot(snapshot, world, source, to, device)
     if rank not in order or not to:
         return snapshot
     # The ranks form a binary tree in this order, with the source at its root.
@@ -107,13 +132,41 @@ def transfer_snapshot(snapshot: Snapshot | None, rank: int, source: int, to: Seq
     with collective():
         if parent is None:
             assert snapshot is not None
-            values = [getattr(snapshot, part.name) for part in fields(Snapshot)]
-            node.pass_head(extract_tensors(values, tensors))
+            node.pass_head(extract_tensors(_values_of(snapshot), tensors))
         else:
             snapshot = Snapshot(*insert_tensors(node.pass_head(None), tensors))
         for tensor in tensors:
             node.pass_tensor(tensor)
         node.wait()
+    return snapshot
+
+
+def _broadcast_snapshot(
+    snapshot: Snapshot | None, world: World, source: int, to: Sequence[int], device: torch.device
+) -> Snapshot | None:
+    """Does what `transfer_snapshot` does, from device to device.
+
+    All ranks take part in the broadcasts, since they have one group, and those not in `to` drop what they receive.
+    """
+    values, tensors = _values_of(snapshot) if snapshot is not None else [], list[Tensor]()
+    head = broadcast(extract_tensors(values, tensors, lambda t: t.device != device), source, world)
+    if world.rank != source:
+        received = Snapshot(*insert_tensors(head, tensors, device if world.rank in to else torch.device("meta")))
+        snapshot = received if world.rank in to else snapshot
+    flat = [tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in tensors]
+    pieces = [piece for whole in flat for piece in whole.split(_PIECE_BYTES)]
+    ends = accumulate(map(len, pieces))
+    with launch_guard(world)():
+        for _, group in groupby(zip(pieces, ends, strict=True), lambda piece: piece[1] // _PIECE_BYTES):
+            parts = [piece for piece, _ in group]
+            lengths = [*map(len, parts)]
+            is_source = world.rank == source
+            packed = torch.cat(parts) if is_source else torch.empty(sum(lengths), dtype=torch.uint8, device=device)
+            dist.broadcast(packed, source)
+            if world.rank in to:
+                foreach_copy_(parts, packed.split(lengths))
+    # A failed broadcast leaves garbage.
+    check_device_errors()
     return snapshot
 
 
@@ -164,33 +217,41 @@ class _TreeNode:
             self._sent.popleft().wait()
 
 
-def extract_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns a copy of a state with a `_TensorSpec` in place of each large tensor; appends these to `tensors`."""
+def is_small(tensor: Tensor) -> bool:
+    """Returns whether a tensor travels with the rest of the state, see `_SMALL_BYTES`."""
+    return tensor.nbytes <= _SMALL_BYTES
+
+
+def extract_tensors(value: Any, tensors: list[Tensor], stays: Callable[[Tensor], bool] = is_small) -> Any:
+    """Returns a copy of a state with a `_TensorSpec` in place of each tensor, unless it `stays`.
+
+    It appends these tensors to `tensors`.
+    """
     if isinstance(value, Tensor):
-        if value.nbytes <= _SMALL_BYTES:
+        if stays(value):
             # The tensor is cloned, because pickle writes the whole storage of a view.
             return value.detach().cpu().clone()
         tensors.append(value)
         return _TensorSpec(value.dtype, tuple(value.shape))
     if isinstance(value, dict):
-        return {k: extract_tensors(v, tensors) for k, v in value.items()}
+        return {k: extract_tensors(v, tensors, stays) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(extract_tensors(v, tensors) for v in value)
+        return type(value)(extract_tensors(v, tensors, stays) for v in value)
     return copy.deepcopy(value)
 
 
-def insert_tensors(value: Any, tensors: list[Tensor]) -> Any:
+def insert_tensors(value: Any, tensors: list[Tensor], device: torch.device = HOST) -> Any:
     """Returns the result of `extract_tensors` with an uninitialized tensor in place of each `_TensorSpec`.
 
     It also appends these tensors to `tensors`, in the order of `extract_tensors`.
     """
     if isinstance(value, _TensorSpec):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype))
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
         return tensors[-1]
     if isinstance(value, dict):
-        return {k: insert_tensors(v, tensors) for k, v in value.items()}
+        return {k: insert_tensors(v, tensors, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(insert_tensors(v, tensors) for v in value)
+        return type(value)(insert_tensors(v, tensors, device) for v in value)
     return value
 
 

@@ -21,7 +21,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, checksum, launch_guard
+from ray_app.reduction.base import GradientReducer, World, launch_guard, state_checksum
 from ray_app.reduction.messages import gather
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
@@ -72,11 +72,18 @@ class ReplicaBuffers:
             for name, buffer in module_buffers.items()
             if shared and buffer is not None
         ]
-        # The buffers at the start of the step, those after logical worker 0, and the memory of the broadcast.
+        # The buffers at the start of the step, and those after logical worker 0, which rank 0 broadcasts.
         self._start, self._first_worker = (self._buffers.like() for _ in range(2))
-        self._broadcast = self._buffers.like(is_on_host=not world.has_device_collectives)
         self._has_first_worker = False
-        self._has_broadcast = world.size > 1 and self._broadcast.memory.numel() > 0
+        memory = self._first_worker.memory
+        self._has_broadcast = world.size > 1 and memory.numel() > 0
+        is_on_host = kind_of(memory.device).is_host
+        # Where the host carries the broadcast of a device, the buffers pass through this memory.
+        self._host_memory = (
+            torch.empty_like(memory, device=HOST, pin_memory=True)
+            if self._has_broadcast and not is_on_host and not world.has_device_collectives
+            else None
+        )
         self._pending: dist.Work | None = None
 
     def begin(self) -> None:
@@ -85,7 +92,7 @@ class ReplicaBuffers:
         self._start.copy(self._buffers)
 
     def checksum(self) -> int:
-        """Returns the checksum of the present buffers, see `reduction.base.checksum`; waits for the device."""
+        """Returns the checksum of the present buffers, see `state_checksum`; waits for the device."""
         return self._buffers.checksum()
 
     @contextmanager
@@ -126,12 +133,17 @@ class ReplicaBuffers:
 
     def launch(self) -> None:
         """Starts the broadcast of logical worker 0's buffers to all ranks; rank 0 runs logical worker 0."""
-        if self._has_first_worker:
-            self._buffers.copy(self._first_worker)
-        if self._has_broadcast:
-            self._broadcast.copy(self._buffers)
-            with self._launch_guard():
-                self._pending = dist.broadcast(self._broadcast.memory, 0, async_op=True)
+        if not self._has_broadcast:
+            if self._has_first_worker:
+                self._buffers.copy(self._first_worker)
+            return
+        if not self._has_first_worker and self._world.rank == 0:
+            self._first_worker.copy(self._buffers)
+        memory = self._first_worker.memory
+        if self._host_memory is not None:
+            memory = self._host_memory.copy_(memory) if self._world.rank == 0 else self._host_memory
+        with self._launch_guard():
+            self._pending = dist.broadcast(memory, 0, async_op=True)
 
     def finish(self) -> None:
         """Waits until this rank has logical worker 0's buffers."""
@@ -140,7 +152,9 @@ class ReplicaBuffers:
         with self._launch_guard():
             self._pending.wait()
         self._pending = None
-        self._buffers.copy(self._broadcast)
+        if self._host_memory is not None:
+            self._first_worker.memory.copy_(self._host_memory, non_blocking=True)
+        self._buffers.copy(self._first_worker)
 
 
 ModuleModes = list[tuple[nn.Module, bool]]
@@ -199,9 +213,8 @@ class TensorGroup:
         return TensorGroup(parts, memory)
 
     def checksum(self) -> int:
-        """Returns the checksum of all tensors, see `reduction.base.checksum`; waits for the device."""
-        checksums = [checksum(tensor.detach(), index) for index, tensor in enumerate(self._tensors)]
-        return int(torch.stack(checksums).sum()) if checksums else 0
+        """Returns the checksum of all tensors, see `state_checksum`; waits for the device."""
+        return state_checksum(self._tensors)
 
     def copy(self, others: TensorGroup) -> None:
         """Copies the values of a group of the same shapes and dtypes into this one."""

@@ -26,12 +26,11 @@ from typing import NamedTuple
 
 import torch
 
-from ray_app.checkpoint.format import params_digest
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.base import World, collective, state_checksum
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import gather, receive_value, start_send_value
 from ray_app.reduction.transport import P2PWork, sum_over_ranks
@@ -440,6 +439,6 @@ class SdcMonitor:
         config = self._job.config
         if not config.failure.sdc_check_rate or not config.train.strategy_traits.can_compare_parameters:
             return
-        digests = gather(params_digest(self._state.model.state_dict()), world)
-        if len(set(digests)) > 1:
+        checksums = gather(state_checksum(self._state.model.state_dict().values()), world)
+        if len(set(checksums)) > 1:
             raise PeerLostError(f"after step {finished_steps} the parameters of the workers are not the same")

@@ -12,11 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, check_device_errors, scale_and_clip, total_norm
+from ray_app.reduction.base import GradientReducer, World, scale_and_clip, total_norm
 from ray_app.task.base import Task
 from ray_app.task.losses import DeviceSums, LossSums, read_sums
 from ray_app.train.membership import Flags, Phase
@@ -175,16 +173,22 @@ class Step:
             self.hooks.reducing()
             sums, result = list[LossSums](), None
             if self.world.size > 1 and not self.world.has_device_collectives:
-                sums, _ = self._synchronize(device_sums, [])
+                sums, _ = read_sums(self.task, device_sums)
                 result = self.stats.gather_batches(batches, sums, global_rows, flags)
             self.reducer.finish()
             self.buffers.finish()
             self.hooks.reduced()
-            # Synchronize. Where the device carries the gradients, the statistics are gathered last: once a rank has
-            # them, it knows that all ranks have the reduced gradient.
-            late_sums, norms = self._synchronize(device_sums if result is None else [], self.reducer.norms())
-            if result is None:
-                sums = late_sums
+            # Synchronize. Where the device carries the gradients, it carries the statistics after them. With gloo the
+            # host waits a second time, for the norms; otherwise this is the only wait of a step without SDC checks.
+            device_norms = self.reducer.norms()
+            if self.world.has_device_collectives:
+                result, sums, norms = self.stats.gather_on_device(
+                    self.task, batches, device_sums, device_norms, global_rows, flags
+                )
+            elif result is not None:
+                _, norms = read_sums(self.task, [], device_norms)
+            else:
+                sums, norms = read_sums(self.task, device_sums, device_norms)
                 result = self.stats.gather_batches(batches, sums, global_rows, flags)
             # Check.
             result = self.hooks.check(result)
@@ -211,21 +215,6 @@ class Step:
             self._skip_update(cursor, batches, sums, global_rows, result)
         self.state.sync.send_replicas()
         return result
-
-    def _synchronize(
-        self, device_sums: list[DeviceSums | None], norms: list[Tensor]
-    ) -> tuple[list[LossSums], list[float]]:
-        """Waits for the device and reads the sums of the losses and the norms.
-
-        With NCCL or a single worker, and without SDC checks, this is the only device synchronization point of a step.
-        With gloo and several workers it is called twice, once for the sums and once for the norms.
-
-        Raises:
-            PeerLostError: A collective of the device was broken.
-        """
-        if self.world.has_device_collectives:
-            check_device_errors()
-        return read_sums(self.task, device_sums, norms)
 
     def _skip_update(
         self, cursor: Cursor, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, result: StepResult

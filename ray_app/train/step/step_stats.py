@@ -1,7 +1,8 @@
 """The statistics of a step, with one record per logical worker.
 
 All ranks gather the records and combine them in the order of the logical workers, so that every rank computes the same
-result.
+result. The host carries them (`StepStats.gather`), or a device that carries the gradients, too
+(`StepStats.gather_on_device`), after which the host has to wait only once.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ from operator import or_
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ray_app.data.windows import MicroBatch
+from ray_app.devices import HOST, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.base import World, check_device_errors, launch_guard
 from ray_app.reduction.messages import gather
 from ray_app.reduction.transport import sum_over_ranks
-from ray_app.task.losses import LossSums
+from ray_app.task.losses import DeviceSums, LossSums, check_weight, join_values
 from ray_app.train.membership import Flags
 
-_RECORD_FORMAT = "<qQdqdqddddd"
-"""The fields of a `ReplicaStats` from `rows` to `step_s`, eight bytes each.
+_RECORD_FORMAT = "<qQqdqdddddd"
+"""The fields of a `ReplicaStats` from `rows` to `weight`, eight bytes each.
 
 `logical_worker`, the first field, is left out, because it is the index of the record in the gathered table. `metrics`,
-the last field, follows as one float for each name.
+the last field, follows as one float for each name. What a device computes is last: `loss`, `weight` and `metrics`.
 """
 _NO_METRICS: Mapping[str, float] = {}
 
@@ -63,28 +67,28 @@ class ReplicaStats(NamedTuple):
         logical_worker: Number of the logical worker.
         rows: Number of its rows.
         row_hash: Sum of the rows' hashes, modulo 2**64.
-        loss: Its share of the mean loss.
         flags: The flags of its rank.
         squared_norm: Its share of the square of the gradient's norm with `local_sgd`, where no gradient is reduced;
             else 0.
         skipped: Number of its planned rows that cannot be decoded.
-        weight: Sum of its rows' weights.
         compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
+        loss: Its share of the mean loss.
+        weight: Sum of its rows' weights.
         metrics: Sum of each metric over its rows, by name, and each value of `ReducedValues`, by its key.
     """
 
     logical_worker: int
     rows: int
     row_hash: int
-    loss: float
     flags: int
     squared_norm: float
     skipped: int
-    weight: float
     compute_s: float
     data_s: float
     other_s: float
     step_s: float
+    loss: float
+    weight: float
     metrics: Mapping[str, float]
 
 
@@ -166,6 +170,8 @@ class StepStats:
         self._measure = measure
         self._names: tuple[str, ...] | None = None
         self._name_set = set[str]()
+        # The time of the step before, for `gather_on_device`.
+        self._previous_times = NO_TIME
         self._record = struct.Struct(_RECORD_FORMAT)
 
     def gather_batches(
@@ -211,20 +217,78 @@ class StepStats:
         self._agree_on_metrics(local_stats)
         if self._world.size == 1:
             return combine_stats(local_stats)
+        return combine_stats(self._unpack(sum_over_ranks(self._pack(local_stats), self._world)))
+
+    def gather_on_device(
+        self,
+        task: object,
+        batches: Sequence[MicroBatch],
+        sums: Sequence[DeviceSums | None],
+        norms: Sequence[Tensor],
+        global_rows: int,
+        flags: Flags,
+    ) -> tuple[StepResult, list[LossSums], list[float]]:
+        """Gathers the statistics of all logical workers on the device, and reads them and the norms; a collective.
+
+        All work is queued before the host waits, for the only time in a step. A rank that has the statistics knows that
+        the devices of all ranks have reduced the gradient, which they do first. The times are those of the step before.
+
+        Args:
+            task: The task.
+            batches: The micro-batches of this rank.
+            sums: The sums over the rows of each, on the device.
+            norms: Further numbers on the device, each of shape () or (n,).
+            global_rows: Number of rows over which the loss is a mean.
+            flags: The flags of this rank.
+
+        Returns:
+            The result, the sums over the rows of each micro-batch of this rank, and the further numbers.
+
+        Raises:
+            ConfigError: Logical workers have different metrics, or weights are negative, infinite or NaN.
+            PeerLostError: A collective of the step has failed.
+        """
+        local_stats = []
+        for batch, one in zip(batches, sums, strict=True):
+            names = one.metrics or () if one is not None else ()
+            unknown = LossSums(0.0, float(batch.rows), dict.fromkeys(names, 0.0))
+            local_stats.append(make_replica_stats(batch, unknown, 0.0, 0.0, flags, self._previous_times))
+        self._agree_on_metrics(local_stats)
+        table = to_device(self._pack(local_stats), norms[0].device)
+        floats = table.view(torch.float64)
+        on_device = floats[:, -2 - len(self._names or ()) :]
+        for batch, one in zip(batches, sums, strict=True):
+            if one is not None:
+                on_device[batch.logical_worker, : one.values.numel()] = one.values
+        with launch_guard(self._world)():
+            dist.all_reduce(table)
+        numbers = join_values([floats.view(-1), *norms]).to(HOST, non_blocking=True)
+        check_device_errors()
+        self._previous_times = self._measure() if self._measure is not None else NO_TIME
+        stats = self._unpack(numbers[: table.numel()].view(torch.int64))
+        for record in stats:
+            check_weight(task, record.weight, record.rows)
+        records = [stats[batch.logical_worker] for batch in batches]
+        local_sums = [LossSums(record.loss, record.weight, dict(record.metrics)) for record in records]
+        result = combine_stats([record._replace(loss=record.loss / global_rows) for record in stats])
+        return result, local_sums, numbers[table.numel() :].tolist()
+
+    def _pack(self, local_stats: list[ReplicaStats]) -> Tensor:
+        """Returns the table with the records of this rank, and zeros for all others."""
         names = self._names or ()
         packed = torch.zeros(self._world.logical_workers, self._record.size // 8, dtype=torch.int64)
         for stats in local_stats:
             record = self._record.pack(*stats[1:-1], *(stats.metrics.get(name, 0.0) for name in names))
             packed[stats.logical_worker] = torch.frombuffer(bytearray(record), dtype=torch.int64)
-        packed = sum_over_ranks(packed, self._world)
-        num_fields = len(ReplicaStats._fields) - 2
-        records = self._record.iter_unpack(packed.numpy().tobytes())
-        return combine_stats(
-            [
-                ReplicaStats._make((v, *record[:num_fields], dict(zip(names, record[num_fields:], strict=True))))
-                for v, record in enumerate(records)
-            ]
-        )
+        return packed
+
+    def _unpack(self, packed: Tensor) -> list[ReplicaStats]:
+        """Returns the records of the whole table."""
+        names, num_fields = self._names or (), len(ReplicaStats._fields) - 2
+        return [
+            ReplicaStats._make((v, *record[:num_fields], dict(zip(names, record[num_fields:], strict=True))))
+            for v, record in enumerate(self._record.iter_unpack(packed.numpy().tobytes()))
+        ]
 
     def _agree_on_metrics(self, local_stats: list[ReplicaStats]) -> None:
         """Gathers the names of the metrics in the first step with rows, and compares those of later steps with them.
@@ -252,12 +316,12 @@ def make_replica_stats(
         batch.logical_worker,
         batch.rows,
         batch.row_hash,
-        loss,
         flags,
         squared_norm,
         batch.num_skipped,
-        sums.weight,
         *times,
+        loss,
+        sums.weight,
         sums.metrics,
     )
 
@@ -286,7 +350,7 @@ def combine_stats(table: list[ReplicaStats]) -> StepResult:
     Its loss and the square of its norm are means over the planned rows, and its metrics are sums, see
     `StepResult.over_weight`.
     """
-    _, rows, row_hash, losses, flags, squared_norms, skipped, weights, *durations, metrics = zip(*table, strict=True)
+    _, rows, row_hash, flags, squared_norms, skipped, *durations, losses, weights, metrics = zip(*table, strict=True)
     # Logical workers without rows have no metrics, or zeros in their place.
     replica_metrics = [sums for sums, replica_rows in zip(metrics, rows, strict=True) if replica_rows]
     metric_sums = {

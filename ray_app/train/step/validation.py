@@ -84,7 +84,7 @@ class Validation:
         local_chunks = []
         with self._state.eval_model() as model:
             self._state.sync.broadcast_parameters(self._state.average is not None)
-            digest = params_digest(model.state_dict())
+            digest = params_digest(model.state_dict()) if world.rank == 0 else ""
             for chunk in score(
                 job.task,
                 model,

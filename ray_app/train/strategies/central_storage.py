@@ -172,7 +172,7 @@ class CentralPlacement(Placement):
 
     def gather(self, world: World) -> Snapshot:
         """Gives every rank a copy of the state of rank 0, see `StateParts.gather`."""
-        whole = transfer_snapshot(self.whole_copy(), world.rank, 0, range(1, world.size))
+        whole = transfer_snapshot(self.whole_copy(), world, 0, range(1, world.size))
         assert whole is not None
         return whole
 

@@ -115,7 +115,7 @@ class PartitionedSync(StateSync):
         if world.rank == source:
             # Before the first generation the whole state is here.
             self._whole = self._parts.whole_copy() or self._whole or self._state.copy_to_host()
-        whole = transfer_snapshot(self._whole, world.rank, source, ranks_without_state(steps, source))
+        whole = transfer_snapshot(self._whole, world, source, ranks_without_state(steps, source))
         assert whole is not None
         self.adopt(whole)
         self._parts.load(whole, world)

@@ -154,7 +154,7 @@ class NoteLockedMemory:
         from tests.device.sim import SIM
 
         if phase == "done":
-            (self.folder / str(rank)).write_text(str(SIM.locked_bytes()))
+            (self.folder / str(rank)).write_text(str(SIM.registered_bytes()))
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,18 @@ def drop_memory_on_a_side_stream(rank: int, store: Path) -> float:
     return total.item()
 
 
+def add_on_the_host(rank: int, store: Path) -> list[float]:
+    """Copies a gradient to a bucket in the memory of the host, and reads the sum at once."""
+    from ray_app.reduction.base import World
+    from ray_app.reduction.bucketed import Bucket
+    from tests.device.sim import DEVICE
+
+    bucket = Bucket([torch.nn.Parameter(torch.ones(5, device=DEVICE))], World(0, 2, 2), 0)
+    bucket.add_leaf(0, [torch.arange(5.0, device=DEVICE)])
+    bucket.add_copied_leaf()
+    return bucket.result[:5].tolist()  # type: ignore[no-any-return]
+
+
 Check = Callable[[int, Path], Any]
 """A function that one worker calls; without a statement it raises an error or returns another result."""
 LINK = "tests/processes/train/test_device_group.py has lost links; those of the simulated devices are not tried"
@@ -114,6 +126,8 @@ SITES: dict[Site, Case | Check | str] = {
         "SideStream.join",
         "self._kind.current_stream(self._device).wait_stream(self._stream)",
     ): Case("ddp", 2),
+    Site("reduction.bucketed", "Bucket.add_copied_leaf", "copied.synchronize()"): add_on_the_host,
+    Site("train.state.transfer", "_broadcast_snapshot", "check_device_errors()"): LINK,
     Site("reduction.bucketed", "BucketedReducer._receive", "self._side.join()"): Case("ddp", 2),
     Site("train.state.transfer", "copy_to_host", "kind_of(device).synchronize_stream(device)"): copy_state,
     Site("devices", "DeviceKind.synchronize_stream", "self.current_stream(device).synchronize()"): copy_state,
@@ -124,7 +138,7 @@ SITES: dict[Site, Case | Check | str] = {
     ): Case("central_storage", 1),
     Site("train.stragglers", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
     Site("train.stragglers", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
-    Site("train.step.step", "Step._synchronize", "check_device_errors()"): LINK,
+    Site("train.step.step_stats", "StepStats.gather_on_device", "check_device_errors()"): LINK,
     Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
     Site("train.process_group", "ProcessGroup._open", "self.check_device_errors()"): LINK,
@@ -141,8 +155,8 @@ SITES: dict[Site, Case | Check | str] = {
     Site(
         "reduction.sharded",
         "DeterministicShardedReducer._push",
-        "record_on_current_stream(tree.push((leaf, leaf + 1), value))",
-    ): "no model is tried in which one pass leaves out a unit that a later pass calls",
+        "record_on_current_stream(added)",
+    ): "the stream that receives shards waits for the computing one before it receives others",
     Site("reduction.bucketed", "BucketedReducer.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,

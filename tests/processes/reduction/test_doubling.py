@@ -22,7 +22,7 @@ from tests.support.local_world import LocalMembership
 def _make_rows(world: World) -> list[ReplicaStats]:
     times = 0.25, 0.5, 0.75, 1.0
     return [
-        ReplicaStats(v, v + 1, 2**64 - 1 - v, 0.1 * v, v % 3, 1.0 / (v + 1), v, float(v), *times, {"a": v / 7})
+        ReplicaStats(v, v + 1, 2**64 - 1 - v, v % 3, 1.0 / (v + 1), v, *times, 0.1 * v, float(v), {"a": v / 7})
         for v in world.assigned
     ]
 

@@ -202,7 +202,9 @@ def measure_local_bytes(rank: int, store: Path, job: Job, size: int) -> dict[str
     with state_after_a_step(rank, store, job, size) as state:
         tensors = local_tensors(state)
         if job.config.train.strategy == "fsdp":
-            assert all(v.untyped_storage().nbytes() == v.nbytes for v in tensors["gradients"])
+            storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in tensors["gradients"]}
+            shapes = [p.shape for p in state.model.parameters()]
+            assert sum(storages.values()) == sum(-(-shape[0] // size) * shape[1:].numel() * 4 for shape in shapes)
         return {kind: sum(v.nbytes for v in values) for kind, values in tensors.items()}
 
 

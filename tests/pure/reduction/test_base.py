@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
-from ray_app.reduction.base import Stage, TreeSum, plan_stages, tree_parents
+from ray_app.reduction.base import Stage, TreeSum, plan_stages, state_checksum, tree_parents
 
 NodeSums = list[tuple[Node, Tensor]]
 
@@ -122,3 +122,19 @@ def test_every_plan_of_stages_is_bit_identical_to_the_tree(hosts: int, ranks_per
 def test_unequal_or_mixed_hosts_have_one_stage(hosts: list[str]) -> None:
     [stage] = plan_stages(1, hosts, 8)
     assert stage.ranks == tuple(range(len(hosts)))
+
+
+def test_a_checksum_of_a_state_tells_states_apart_that_a_plain_sum_does_not() -> None:
+    state = [torch.arange(6.0).view(2, 3), torch.ones(5, dtype=torch.bool), torch.ones(2, dtype=torch.complex128)]
+    bits = state[0].view(torch.int32) + torch.tensor([0, 1, -1], dtype=torch.int32)
+    others = [
+        [state[0].view(-1)[[1, 0, 2, 3, 4, 5]].view(2, 3), *state[1:]],
+        [bits.view(torch.float32), *state[1:]],
+        [state[0], state[1].logical_and(torch.arange(5) > 0), state[2]],
+        [state[1], state[0], state[2]],
+        state[:2],
+    ]
+    checksums = [state_checksum(tensors) for tensors in (state, *others)]
+    assert len({*checksums}) == len(checksums)
+    assert state_checksum([state[0].t().contiguous().t(), *state[1:]]) == checksums[0]
+    assert state_checksum([]) == 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ray_app.devices import kind_of
-from ray_app.reduction.base import TreeSum, tree_parents
+from ray_app.reduction.base import TreeSum, add_lists, tree_parents
 from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group, use_interface_of_host
@@ -93,15 +93,14 @@ def test_the_reduction_stream_has_priority_unlike_the_upload_stream(monkeypatch:
 def test_a_sum_of_shards_keeps_memory_until_the_adding_stream_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The computing stream makes zeros for a parameter that no rank used in a pass; the stream of the reduction
-    adds them later.
-    """
+    """Shards are received on a stream of their own, and added on the computing stream after a pass."""
     streams = RecordingCuda(monkeypatch)
-    scatter = SimpleNamespace(leaves=range(1))
-    reducer: Any = SimpleNamespace(_sums=[TreeSum(tree_parents(2))], _scatter=scatter)
-    DeterministicShardedReducer._push(reducer, 0, [torch.zeros(3, device=DEVICE)])
-    assert streams.calls == []
-    scatter.leaves = range(1, 2)
-    with SideStream(DEVICE, "reduce-scatter").entered():
-        DeterministicShardedReducer._push(reducer, 0, [torch.ones(3, device=DEVICE)])
-    assert streams.calls == ["side: used by side"]
+    scatter = SimpleNamespace(nodes=[(0, 1)])
+    reducer: Any = SimpleNamespace(_tree=TreeSum(tree_parents(2), add=add_lists), _scatter=scatter)
+    for nodes in ([(0, 1)], [(1, 2)]):
+        assert streams.calls == []
+        scatter.nodes = nodes
+        with SideStream(DEVICE, "reduce-scatter").entered():
+            shard = torch.ones(3, device=DEVICE)
+        DeterministicShardedReducer._push(reducer, [[shard]])
+    assert streams.calls == ["computing: used by computing"]

@@ -50,23 +50,31 @@ def make_snapshot() -> Snapshot:
     return Snapshot(5, model, optimizer, {"last_epoch": 4, "milestones": {3: 1}}, {"scale": [1.0, 2.0]})
 
 
-def transfer_and_digest(rank: int, store: Path, size: int, source: int, to: list[int], backend: str) -> Any:
+def transfer_and_digest(
+    rank: int, store: Path, size: int, source: int, to: list[int], backend: str, by_device: bool
+) -> Any:
     snapshot = make_snapshot() if rank == source else None
-    with LocalMembership(World(rank, size, size), store, backend=backend).generation(0, False):
-        received = transfer_snapshot(snapshot, rank, source, to)
+    with LocalMembership(World(rank, size, size), store, backend=backend).generation(0, False) as (world, _):
+        received = transfer_snapshot(snapshot, world, source, to, CPU if by_device else None)
     if rank == source:
         assert received is snapshot
     return received and digest_tensors(received)
 
 
 @pytest.mark.parametrize(
-    ("size", "source", "to", "backend"), [(4, 0, [1, 2, 3], "gloo"), (4, 2, [3], "gloo"), (3, 1, [2, 0], BACKEND)]
+    ("size", "source", "to", "backend", "by_device"),
+    [
+        (4, 0, [1, 2, 3], "gloo", False),
+        (4, 2, [3], "gloo", False),
+        (3, 1, [2, 0], BACKEND, False),
+        (4, 2, [3], BACKEND, True),
+    ],
 )
 def test_only_ranks_without_a_state_receive_it(
-    worker_pool: WorkerPool, size: int, source: int, to: list[int], backend: str
+    worker_pool: WorkerPool, size: int, source: int, to: list[int], backend: str, by_device: bool
 ) -> None:
     expected = digest_tensors(make_snapshot())
-    digests = worker_pool.run(size, transfer_and_digest, size, source, to, backend)
+    digests = worker_pool.run(size, transfer_and_digest, size, source, to, backend, by_device)
     assert digests == [expected if rank in [source, *to] else None for rank in range(size)]
 
 
@@ -156,7 +164,7 @@ def transfer_four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
             received[0] += chunk.nbytes
 
         patch.setattr(transfer_module, "receive", receive_and_count)
-        transfer_snapshot(Snapshot(1, model, {}, None) if rank == 0 else None, rank, 0, [1])
+        transfer_snapshot(Snapshot(1, model, {}, None) if rank == 0 else None, World(rank, 2, 2), 0, [1])
     return silence[0], received[0]
 
 
