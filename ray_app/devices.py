@@ -317,7 +317,7 @@ class CudaKind(DeviceKind):
 
     @property
     def visible_variable(self) -> str:
-        """The variable of CUDA, or of ROCm, whose builds of torch call its devices "cuda", too."""
+        """The variable of CUDA, or that of ROCm: its builds of torch call their devices "cuda", too."""
         return "HIP_VISIBLE_DEVICES" if torch.version.hip else super().visible_variable
 
     def is_slice(self, device: torch.device) -> bool:

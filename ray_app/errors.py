@@ -172,7 +172,9 @@ class DeviceFaultError(RayAppError):
 
     def __init__(self, message: str, device: str, node: str) -> None:
         super().__init__(message, device, node)
-        self.message, self.device, self.node = message, device, node
+        self.message = message
+        self.device = device
+        self.node = node
 
     def __str__(self) -> str:
         return escape_controls(self.message)

@@ -238,8 +238,8 @@ class EvaluateSection:
             of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
             `workers`: the training workers, which pause at each planned checkpoint and evaluate it together. `auto`:
             `workers` if they train on GPUs and `num_gpus` and `workers` are at their defaults, otherwise `actor`. With
-            a strategy whose workers cannot evaluate, the actor gets a GPU if one is left by `max_workers` workers, or
-            by `min_workers` with `max_workers: all`. A run keeps what was resolved.
+            a strategy that does not let workers evaluate, the actor gets a GPU if one is left by `max_workers`, or by
+            `min_workers` with `max_workers: all`. A run keeps what was resolved.
         max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
             removed and recorded as skipped. With 1 only the newest waits.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result

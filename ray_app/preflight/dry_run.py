@@ -226,7 +226,8 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
     config, job = context.config, context.job
     assert context.eval_rows is not None
     assert context.eval_source is not None
-    section, scaling, rows = config.evaluate, config.scaling, context.eval_source.manifest.num_rows
+    section, scaling = config.evaluate, config.scaling
+    rows = context.eval_source.manifest.num_rows
     steps = job.planned_evaluations(job.total_steps)[0]
     worker_speed = _GPU_SPEEDUP * scaling.worker_gpus or scaling.threads_per_worker
     train_speed = worker_speed * scaling.worker_limit

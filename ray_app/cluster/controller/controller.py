@@ -329,8 +329,8 @@ class ElasticController(TrainController):
     def _evict(self, worker: Heartbeat, reason: str, step: int) -> None:
         self._evicted |= {worker.worker}
         self._policy.exclude_node(worker.node)
-        place = {"rank": worker.rank, "host": worker.host, "pid": worker.pid, "device": worker.device}
-        self._budget.record("evicted", **place, step=step, reason=reason)
+        identity = {"rank": worker.rank, "host": worker.host, "pid": worker.pid, "device": worker.device}
+        self._budget.record("evicted", **identity, step=step, reason=reason)
         logger.info("Rank %d on %s is evicted at step %d: %s.", worker.rank, worker.host, step, reason)
 
     def _join(self, decision: Resize, step: int) -> None:
