@@ -100,14 +100,14 @@ def nearly_full(bench: Bench) -> Outcome:
     """
     if bench.device == "cpu":
         raise NotYetError("a dry run has no device whose memory could be filled")
-    found = []
+    by_memory = []
     for hooks in (Hooks(), Hooks(at=Fill(_LEFT_BYTES))):
         fields = {"logical_workers": L, "batch": bench.sizes.digest_batch, "train__max_steps": STEPS}
         with bench.pool(1) as pool:
             run = bench.trained(pool, bench.job(network(bench), bench.small, **fields), 1, hooks=hooks)
-        found.append(run.commit.params_digest)
-    text = f"with {_LEFT_BYTES / 1e6:,.0f} MB of free memory {found[1][:12]}, else {found[0][:12]}"
-    return Outcome(text, found[0] == found[1], {"digests": found})
+        by_memory.append(run.commit.params_digest)
+    text = f"with {_LEFT_BYTES / 1e6:,.0f} MB of free memory {by_memory[1][:12]}, else {by_memory[0][:12]}"
+    return Outcome(text, by_memory[0] == by_memory[1], {"digests": by_memory})
 
 
 def compare_digests(make: Callable[[Bench], Task], **fields: Any) -> Callable[[Bench], Outcome]:

@@ -84,14 +84,14 @@ def group_of_one(bench: Bench) -> Outcome:
     """
     newer = hasattr(dist.distributed_c10d, "ProcessGroupNCCL2")
     classes = CLASSES if newer and bench.device == "cuda" else {"as torch chooses": CLASSES["as torch chooses"]}
-    found = dict[str, GroupFacts]()
+    facts_of = dict[str, GroupFacts]()
     for name, variables in classes.items():
         with bench.pool(1) as pool:
             store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-            [found[name]] = pool.run(1, open_group_twice, store.port, bench.device, variables)
-    wrong = [name for name, facts in found.items() if not facts.raised and bench.device == "cuda"]
-    text = "; ".join(f"{name}: {facts.describe()}" for name, facts in found.items())
-    return Outcome(text, not wrong, {name: asdict(facts) for name, facts in found.items()})
+            [facts_of[name]] = pool.run(1, open_group_twice, store.port, bench.device, variables)
+    wrong = [name for name, facts in facts_of.items() if not facts.raised and bench.device == "cuda"]
+    text = "; ".join(f"{name}: {facts.describe()}" for name, facts in facts_of.items())
+    return Outcome(text, not wrong, {name: asdict(facts) for name, facts in facts_of.items()})
 
 
 @dataclass

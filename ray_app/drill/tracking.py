@@ -170,10 +170,10 @@ def _compare_points(run: ScenarioResult, uri: str, records: dict[int, StepRecord
         expected_points = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]
         if points != expected_points:
             pairs = zip_longest(points, expected_points)
-            found, expected = next(pair for pair in pairs if pair[0] != pair[1])
+            in_mlflow, recorded = next(pair for pair in pairs if pair[0] != pair[1])
             missing.append(
                 f"of {name} MLflow has {len(points)} points, {len(set(points))} of them different, instead of the"
-                f" {len(expected_points)} recorded; the first that differs is {found}, recorded is {expected}"
+                f" {len(expected_points)} recorded; the first that differs is {in_mlflow}, recorded is {recorded}"
             )
     return missing
 

@@ -30,7 +30,6 @@ from ray_app.task.ragged import Arrays, Ragged
 from ray_app.task.schema import refuse_other_data
 from ray_app.task.table_encoding import encode_raw_rows
 from ray_app.task.texts import TOKENS, TextEncoder
-from ray_app.task.without_targets import WithoutTargets
 
 Decode = Callable[[Rows], Arrays]
 _READ_MB = 64.0
@@ -38,6 +37,24 @@ _REMOTE = re.compile(r"(s3|gs|az)://\S+")
 _MAX_PATH_CHARS = 4096
 _SINGLE_AXES = 3
 """An array of so many axes at most is one image."""
+
+
+@dataclass(frozen=True)
+class WithoutTargets:
+    """Decodes rows without their targets: `decode` of the prepared task gets zeros for these."""
+
+    task: Task
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns to read: those of the task without its targets."""
+        return [name for name in self.task.columns() if name not in self.task.targets()]
+
+    def __call__(self, rows: Rows) -> Arrays:
+        """Decodes rows as `Task.decode` does."""
+        count = len(next(iter(rows.values())))
+        targets = [name for name in self.task.columns() if name in self.task.targets()]
+        return self.task.decode(rows | {name: np.zeros(count, np.int64) for name in targets})
 
 
 @dataclass(frozen=True)

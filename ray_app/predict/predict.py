@@ -28,6 +28,7 @@ from ray_app.devices import HOST, accelerator
 from ray_app.driver.trained_run import choose_checkpoint, load_trained_job
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import fetch_package, is_export, read_export
+from ray_app.models.inputs import WithoutTargets
 from ray_app.models.package import class_path
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
@@ -44,7 +45,6 @@ from ray_app.task.base import Task
 from ray_app.task.fields import OptionalColumn
 from ray_app.task.ragged import LENGTHS
 from ray_app.task.schema import refuse_other_data
-from ray_app.task.without_targets import WithoutTargets
 
 MADE_FROM = "_made_from.json"
 COCO_RESULTS = "detections.json"

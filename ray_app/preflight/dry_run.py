@@ -38,7 +38,6 @@ from ray_app.preflight.context import (
 from ray_app.preflight.gradient_checks import find_single_values, parameters_of_turn, parameters_without_gradient
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
-from ray_app.reduction.bucketed import load_reducer
 from ray_app.task.base import Batch, Task
 from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.losses import check_losses, sum_losses
@@ -48,6 +47,7 @@ from ray_app.task.ragged import Arrays, concat_fields, to_batch
 from ray_app.task.user_code import user_code
 from ray_app.task.user_loop import LoopTask
 from ray_app.track.mlflow_client import mlflow_key
+from ray_app.train.build import load_reducer
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
 from ray_app.train.state.state import TrainingState

@@ -25,10 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ray_app.config.import_paths import load_class
-from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, HOST_GROUP, kind_of
-from ray_app.errors import ConfigError
 from ray_app.reduction.base import (
     ALIGNED_BYTES,
     GradientReducer,
@@ -557,54 +554,6 @@ class BucketedReducer(GradientReducer):
         self._side.join()
         for p in self._parameters:
             p.grad = None
-
-
-def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """Returns the gradient reducer for a whole model on every worker, as configured."""
-    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
-
-
-def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
-    """Returns the configured gradient reducer: a class of the user, a bucketed one, or one for `fsdp`.
-
-    Raises:
-        ConfigError: `train.reducer` is not a `GradientReducer`.
-    """
-    if train.reducer is not None:
-        return load_reducer(train.reducer)(model, world)
-    if train.strategy == "fsdp":
-        # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
-        from ray_app.reduction import sharded
-
-        if train.reduction == "exact":
-            return sharded.DeterministicShardedReducer(model, world)
-        return sharded.FsdpReducer(model, world)
-    return build_bucketed_reducer(train, model, world)
-
-
-def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
-    """Imports a gradient reducer of the user.
-
-    Args:
-        path: Value of `train.reducer`.
-
-    Raises:
-        ConfigError: It cannot be imported, is not a subclass of `GradientReducer`, or lacks a method.
-    """
-    try:
-        reducer = load_class(path)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"train.reducer is {path!r}, which cannot be imported: {error}. Name an importable class."
-        ) from error
-    if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
-        raise ConfigError(
-            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.base.GradientReducer. Derive it"
-            " from that."
-        )
-    if missing := sorted(reducer.__abstractmethods__):
-        raise ConfigError(f"train.reducer is {path}, which lacks {', '.join(missing)}. Add these methods.")
-    return reducer
 
 
 def _default_sizes_mb(device: torch.device, world: World) -> tuple[float, float]:

@@ -1,6 +1,6 @@
-"""Builds the training state and the step that belong to each value of `train.strategy`.
+"""Builds the training state, the gradient reducer and the step that belong to each value of `train.strategy`.
 
-The gradient reducers are built in `reduction/bucketed.py`. `train/loop.py` runs every strategy; `single` is `ddp` with
+`train/loop.py` runs every strategy; `single` is `ddp` with
 `SingleProcessMembership` instead of a rendezvous. Only `parameter_server` has a loop of its own,
 `train/strategies/parameter_server/worker.py`, because its workers form no generations.
 """
@@ -11,11 +11,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from ray_app.config.config import Config
+from ray_app.config.import_paths import load_class
+from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST
-from ray_app.reduction.base import World
-from ray_app.reduction.bucketed import BucketedReducer, build_bucketed_reducer, build_reducer
+from ray_app.errors import ConfigError
+from ray_app.reduction.base import GradientReducer, World
+from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
@@ -107,3 +111,51 @@ def build_step(
         )
 
     return TurnStep(state, state.turns, make_step) if state.turns is not None else make_step()
+
+
+def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
+    """Returns the gradient reducer for a whole model on every worker, as configured."""
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
+
+
+def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
+    """Returns the configured gradient reducer: a class of the user, a bucketed one, or one for `fsdp`.
+
+    Raises:
+        ConfigError: `train.reducer` is not a `GradientReducer`.
+    """
+    if train.reducer is not None:
+        return load_reducer(train.reducer)(model, world)
+    if train.strategy == "fsdp":
+        # This imports PyTorch's FSDP, which takes two seconds that the other strategies do not need.
+        from ray_app.reduction import sharded
+
+        if train.reduction == "exact":
+            return sharded.DeterministicShardedReducer(model, world)
+        return sharded.FsdpReducer(model, world)
+    return build_bucketed_reducer(train, model, world)
+
+
+def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
+    """Imports a gradient reducer of the user.
+
+    Args:
+        path: Value of `train.reducer`.
+
+    Raises:
+        ConfigError: It cannot be imported, is not a subclass of `GradientReducer`, or lacks a method.
+    """
+    try:
+        reducer = load_class(path)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"train.reducer is {path!r}, which cannot be imported: {error}. Name an importable class."
+        ) from error
+    if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
+        raise ConfigError(
+            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.base.GradientReducer. Derive it"
+            " from that."
+        )
+    if missing := sorted(reducer.__abstractmethods__):
+        raise ConfigError(f"train.reducer is {path}, which lacks {', '.join(missing)}. Add these methods.")
+    return reducer

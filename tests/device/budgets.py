@@ -104,12 +104,12 @@ class FormingBudget(NamedTuple):
 
 
 FORMINGS: dict[str, FormingBudget] = {
-    "a first start": FormingBudget([[0, 1]], (), 0, {"launches": 48, "waits": 1, "pageable": 1, "gloo bytes": 1200}),
+    "a first start": FormingBudget([[0, 1]], (), 0, {"launches": 48, "waits": 1, "pageable": 1, "gloo bytes": 1500}),
     "after a loss": FormingBudget(
-        [[0, 1, 2], [0, 1]], (), 5, {"launches": 48, "waits": 1, "pageable": 1, "gloo bytes": 1200}
+        [[0, 1, 2], [0, 1]], (), 5, {"launches": 48, "waits": 1, "pageable": 1, "gloo bytes": 1500}
     ),
     "with a joining worker": FormingBudget(
-        [[0, 1], [0, 1, 2]], (5,), 5, {"launches": 19, "waits": 1, "collectives": 1, "gloo bytes": 3700}
+        [[0, 1], [0, 1, 2]], (5,), 5, {"launches": 19, "waits": 1, "collectives": 1, "gloo bytes": 4200}
     ),
 }
 """The budget of forming a generation by its name; its ranks have collectives of the device."""

@@ -176,7 +176,7 @@ class StepLog:
             if source and key not in committed:
                 commit, snapshot = copies.get(key, (None, None))
                 commit = broadcast(commit, source, world)
-                snapshot = transfer_snapshot(snapshot, world.rank, source, [0])
+                snapshot = transfer_snapshot(snapshot, world, source, [0])
                 if world.rank == 0:
                     copies[key] = commit, snapshot
         self._pending_checkpoints = deque(copies[key] for key in sorted(copies))

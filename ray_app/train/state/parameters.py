@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -388,3 +389,17 @@ class ParameterAverage:
 def _has_average(p: Tensor) -> bool:
     """Returns whether a parameter is averaged; one of integers (a quantized base model) keeps its values."""
     return p.is_floating_point() or p.is_complex()
+
+
+def with_counters(value: Any, like: Any) -> Any:
+    """Returns the state of a schedule with a `Counter` wherever `like` has one (`MultiStepLR`).
+
+    A snapshot has plain dictionaries instead.
+    """
+    if isinstance(like, Counter):
+        return Counter(value)
+    if isinstance(like, dict) and isinstance(value, dict):
+        return {k: with_counters(v, like.get(k)) for k, v in value.items()}
+    if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
+        return [with_counters(v, other) for v, other in zip(value, like, strict=True)]
+    return value

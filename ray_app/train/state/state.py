@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -45,6 +44,7 @@ from ray_app.train.state.parameters import (
     load_initial_parameters,
     load_optimizer,
     make_contiguous,
+    with_counters,
 )
 from ray_app.train.state.transfer import (
     copy_to_host,
@@ -175,10 +175,11 @@ class StateSync:
         """
         state = self._state
         checksums = gather((state.step, snapshot_checksum(state.live()) if state.step <= 0 else None), world)
-        first_step = checksums[0][0]
-        is_alike = [first_step == 0 and checksum == checksums[0][1] for _, checksum in checksums]
-        state.step = first_step if is_alike[world.rank] else state.step
-        return [first_step if not rank or is_alike[rank] else NO_STATE for rank in range(world.size)]
+        first_step, first = checksums[0]
+        steps = [first_step if (first_step, checksum) == (0, first) else NO_STATE for _, checksum in checksums]
+        steps[0] = first_step
+        state.step = max(state.step, steps[world.rank])
+        return steps
 
     def _agreed_steps(self, world: World, was_broken: bool) -> tuple[list[int], list[int]]:
         """Returns the step of every rank, with `NO_STATE` for divergent ranks, and the divergent ranks.
@@ -466,7 +467,7 @@ class TrainingState:
         else:
             load_optimizer(self.optimizer, snapshot.optimizer)
         if self.schedule is not None and snapshot.schedule is not None:
-            self.schedule.load_state_dict(_with_counters(snapshot.schedule, self.schedule.state_dict()))
+            self.schedule.load_state_dict(with_counters(snapshot.schedule, self.schedule.state_dict()))
         self.step = snapshot.step
 
 
@@ -475,20 +476,6 @@ def _make_outer_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.
     trained = [p for p in model.parameters() if p.requires_grad]
     remove_compiler_hooks(torch.optim.SGD)
     return torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
-
-
-def _with_counters(value: Any, like: Any) -> Any:
-    """Returns the state of a schedule with a `Counter` wherever `like` has one (`MultiStepLR`).
-
-    A snapshot has plain dictionaries instead.
-    """
-    if isinstance(like, Counter):
-        return Counter(value)
-    if isinstance(like, dict) and isinstance(value, dict):
-        return {k: _with_counters(v, like.get(k)) for k, v in value.items()}
-    if isinstance(like, list) and isinstance(value, list) and len(like) == len(value):
-        return [_with_counters(v, other) for v, other in zip(value, like, strict=True)]
-    return value
 
 
 FIRST_SCALE, MAX_SCALE = 2.0**16, 2.0**24

@@ -57,9 +57,9 @@ def test_an_mlflow_outage_counts_only_if_every_point_is_stored_once(
     client.set_terminated(run_id)
     assert tracking.confirm_outage(run, uri) == []
     client.log_metric(run_id, "loss", make_step_record(6).loss, int(make_step_record(6).time_s * 1e3) + 1, 6)
-    [twice] = tracking.confirm_outage(run, uri)
-    assert twice.startswith("of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded; the first")
-    assert twice.endswith("recorded is None")
+    [message] = tracking.confirm_outage(run, uri)
+    assert message.startswith("of loss MLflow has 7 points, 7 of them different, instead of the 6 recorded; the first")
+    assert message.endswith("recorded is None")
     client.create_run("0", run_name="run")
     assert tracking.confirm_outage(run, uri) == ["MLflow has 2 runs of this name"]
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from ray_app.data.dataset import open_dataset, read_labels
 from ray_app.driver.finalize import stored_job, summarize
 from ray_app.errors import ConfigError, DataError
+from ray_app.models.inputs import WithoutTargets
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.manifest import DataFacts, Manifest
 from ray_app.plan.order import Classes, Cursor, Plan
@@ -28,7 +29,6 @@ from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
-from ray_app.task.without_targets import WithoutTargets
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BadRowImages, job_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ray_app.errors import ConfigError
-from ray_app.reduction.bucketed import load_reducer
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.build import load_reducer
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import make_job, write_images
 

@@ -155,7 +155,7 @@ def test_the_loss_in_parts_has_the_bits_of_the_whole_and_keeps_no_copy_of_the_sc
 ) -> None:
     torch.manual_seed(0)
     scores, labels = torch.randn(3, 8, WORDS).to(precision), torch.randint(0, WORDS, (3, 7))
-    found = []
+    results = []
     for positions in (24, 7, 3, 1):
         monkeypatch.setattr(module, "_MAX_LOSS_BYTES", 4 * WORDS * positions)
         logits, saved = scores.clone().requires_grad_(), list[Tensor]()
@@ -165,15 +165,15 @@ def test_the_loss_in_parts_has_the_bits_of_the_whole_and_keeps_no_copy_of_the_sc
         ):
             losses = module._token_losses(logits, labels)
         losses.sum().backward()
-        found.append((losses, logits.grad))
+        results.append((losses, logits.grad))
         if positions < 24:
             # Only views of the scores are kept.
             memory = logits.untyped_storage().data_ptr()
             assert not [t for t in saved if t.is_floating_point() and t.untyped_storage().data_ptr() != memory]
-    for losses, gradient in found:
+    for losses, gradient in results:
         assert losses.dtype == torch.float32
-        assert torch.equal(losses, found[0][0])
-        assert torch.equal(gradient, found[0][1])
+        assert torch.equal(losses, results[0][0])
+        assert torch.equal(gradient, results[0][1])
 
 
 def test_gradients_with_gradient_checkpointing_are_bit_identical() -> None:

@@ -195,12 +195,12 @@ def test_the_result_does_not_depend_on_the_batch_size(job: EvaluationJob) -> Non
 def test_an_evaluation_computes_in_the_precision_and_layout_of_training(job: EvaluationJob, precision: str) -> None:
     config = Config().replace(train__precision=precision, train__channels_last=True)
     job = EvaluationJob.of(config, job.task, job.run_root, 1, job.data)
-    arrays, seen = load_all(fetch_in_process, job.data).arrays, set[torch.dtype]()
+    arrays, dtypes = load_all(fetch_in_process, job.data).arrays, set[torch.dtype]()
     model, task = job.task.build_model(), copy.copy(job.task)
 
     def forward(model_: Any, batch: Any) -> Any:
         outputs = type(task).forward(task, model_, batch)
-        seen.add(outputs.dtype)
+        dtypes.add(outputs.dtype)
         return outputs
 
     def update(metrics: Any, outputs: Any, batch: Any) -> None:
@@ -209,7 +209,7 @@ def test_an_evaluation_computes_in_the_precision_and_layout_of_training(job: Eva
 
     vars(task).update(forward=forward, update=update)
     values = combine(task, score(task, model, arrays, 31, HOST, precision=job.precision)).values
-    assert seen == {{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]}
+    assert dtypes == {{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]}
     image = job.precision.arrange({"image": torch.zeros(2, 3, 4, 4)})["image"]
     assert image.is_contiguous(memory_format=torch.channels_last)
     plain = combine(job.task, score(job.task, model, arrays, 31, HOST)).values

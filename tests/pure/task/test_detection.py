@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ray_app.data.arrays import ragged_lists, to_list_array
 from ray_app.errors import ConfigError, DataError
+from ray_app.models.inputs import WithoutTargets
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.predict.actor import _find_non_finite_row, encode_part
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, resample, score
 from ray_app.task.ragged import Ragged, concat_fields, to_batch
-from ray_app.task.without_targets import WithoutTargets
 from tests.support.pictures import encoded
 
 V2 = "torchvision.transforms.v2."

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ray_app.models.inputs import WithoutTargets
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.images import decode_mask
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
-from ray_app.task.without_targets import WithoutTargets
 from tests.support.pictures import encoded
 
 CROPS = [{"class_path": "torchvision.transforms.v2.RandomCrop", "init_args": {"size": [4, 4]}}]

@@ -21,6 +21,7 @@ from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.errors import DataError
+from ray_app.models.inputs import WithoutTargets
 from ray_app.predict.actor import PredictActor, encode_part
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.losses import Losses, sum_losses
@@ -28,7 +29,6 @@ from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays, Ragged, concat_fields, to_batch
 from ray_app.task.whole_batches import BatchTask
-from ray_app.task.without_targets import WithoutTargets
 from tests.support.pictures import table_data
 
 CROSS_ENTROPY = {"class_path": "torch.nn.CrossEntropyLoss"}

@@ -377,12 +377,12 @@ def test_a_device_that_has_failed_twice_is_excluded(tmp_path: Path, monkeypatch:
     assert harness.events("device_excluded") == [("device_excluded", details)] * 2
 
 
-@pytest.mark.parametrize(("possible", "started", "held"), [(3, [1], 1), (1, [], 0)])
+@pytest.mark.parametrize(("possible", "started", "slots"), [(3, [1], 1), (1, [], 0)])
 def test_an_excluded_device_is_used_again_if_a_run_would_wait_for_another(
-    harness: ControllerHarness, possible: int, started: list[int], held: int
+    harness: ControllerHarness, possible: int, started: list[int], slots: int
 ) -> None:
     """Of three devices one is excluded, so that the second worker starts on another; a run with one device uses it."""
     harness.possible, harness.pending.num_held = possible, 1
     harness.now_s += 60
     harness.poll(FakeGroup(a=TRAINS))
-    assert (harness.pending.started, harness.pending.num_held) == (started, held)
+    assert (harness.pending.started, harness.pending.num_held) == (started, slots)

@@ -283,7 +283,8 @@ def test_a_pending_worker_disables_garbage_collection_while_it_imports(monkeypat
 def test_the_slot_of_an_excluded_device_stays_reserved_until_its_node_is_lost(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pending_workers, node_of, removed = PendingWorkers(None, 1, bool), {"a": "n", "b": "n"}, list[str]()
+    pending_workers, node_of = PendingWorkers(None, 1, bool), {"a": "n", "b": "n"}
+    removed = list[str]()
     monkeypatch.setattr(
         module, "placement_group", lambda *_, **__: "ab"[len(pending_workers) + pending_workers.num_held]
     )
