@@ -222,9 +222,11 @@ def gather_rows(fields: Storage, index: npt.NDArray[np.int64], is_locked: bool =
     for name, values in fields.items():
         if isinstance(values, Ragged):
             batch |= values.batch(name, index)
-        else:
-            target = values.new_empty((len(rows), *values.shape[1:]), pin_memory=is_locked)
+        elif is_locked:
+            target = values.new_empty((len(rows), *values.shape[1:]), pin_memory=True)
             batch[name] = torch.index_select(values, 0, rows, out=target)
+        else:
+            batch[name] = values.index_select(0, rows)
     return batch
 
 

@@ -29,6 +29,7 @@ class RecordingCuda:
         patch.setattr(devices, "_streams", {})
         patch.setattr(Tensor, "pin_memory", lambda tensor: self.record("pin_memory", tensor))
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.record(f"used by {stream.name}", tensor))
+        patch.setattr(Tensor, "new_empty", lambda tensor, size, pin_memory: torch.empty(size, dtype=tensor.dtype))
         to = Tensor.to
 
         def copied(tensor: Tensor, *args: Any, **options: Any) -> Tensor:

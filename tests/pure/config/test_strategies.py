@@ -21,7 +21,7 @@ from ray_app.config.strategies import (
 from ray_app.preflight.prepare import check_task
 from tests.support.paths import ROOT
 
-FACTORIES = {"reduction/bucketed.py", "train/build.py"}
+FACTORIES = {"train/build.py"}
 COMPARISON = re.compile(r"strategy (?:==|!=|in|not in) [\"(\[{]")
 
 

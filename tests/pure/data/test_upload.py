@@ -30,7 +30,8 @@ def test_a_batch_is_copied_on_a_side_stream_and_only_the_device_waits(
     streams = RecordingCuda(monkeypatch)
     upload = Upload(DEVICE)
     batches = upload.send([batch_of(3)])
-    assert streams.calls == ["side: pin_memory", "side: copy", "side: pin_memory", "side: copy", "side: mark"]
+    operations = ("pin_memory", "copy", "pin_memory", "copy", "mark")
+    assert streams.calls == [f"side, first: {operation}" for operation in operations]
     streams.calls.clear()
     upload.make_available(batches)
     [batch] = batches
@@ -107,6 +108,6 @@ def test_two_more_steps_are_uploaded_while_one_is_computed(monkeypatch: pytest.M
     assert feed._pending is not None
     feed._pending.result()
     copies = [call for call in streams.calls if "copy" in call]
-    assert copies == ["side: copy"] * 3, "expected the copies of this step and of two more"
+    assert copies == ["side, first: copy"] * 3, "expected the copies of this step and of two more"
     assert [call for call in streams.calls if "wait" in call] == ["computing: wait for mark"]
     feed.close()

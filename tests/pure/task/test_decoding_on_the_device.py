@@ -61,7 +61,7 @@ def tabular(**settings: Any) -> Task:
 # Each with the number of copies in a step, and of constants that the first step creates on the device.
 TASKS: dict[str, tuple[Callable[[], Task], int, int]] = {
     "flip and shift": (lambda: image(flip=True, crop_padding=2), 4, 1),
-    "mixup and cutmix": (lambda: image(mixup=0.2, cutmix=1.0, label_smoothing=0.1), 3, 1),
+    "mixup and cutmix": (lambda: image(mixup=0.2, cutmix=1.0, label_smoothing=0.1), 4, 1),
     "mean and deviation": (lambda: image(mean=[0.4, 0.5, 0.6], std=[0.2, 0.2, 0.3]), 0, 3),
     "class weights": (tabular, 0, 1),
 }
