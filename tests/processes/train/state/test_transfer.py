@@ -145,7 +145,8 @@ def transfer_four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
     }
     allocated: list[torch.Tensor] = []
 
-    def allocate_one_element(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def allocate_one_element(shape: tuple[int, ...], dtype: torch.dtype, device: object) -> torch.Tensor:
+        del device
         # Received chunks are copied into this tensor from their own memory.
         allocated.append(torch.zeros((1,), dtype=dtype).expand(shape))
         return allocated[-1]
