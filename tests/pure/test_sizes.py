@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_624,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_729,
+    "ray_app/train": 9_733,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 75_620,
+    "tests": 75_631,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

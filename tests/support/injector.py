@@ -284,6 +284,33 @@ class KillSaving:
 
 
 @dataclass(frozen=True)
+class KillBeforeCommit:
+    """Hooks that kill rank 0, and then others, two steps after a checkpoint of which no file is written; once."""
+
+    folder: Path
+    step: int
+    others: tuple[int, ...]
+
+    @property
+    def proof(self) -> Path:
+        """The file that exists once rank 0 dies."""
+        return self.folder / "proof"
+
+    def before_commit(self, commit: Commit) -> None:
+        if commit.step == self.step and not self.proof.exists():
+            wait_until((self.folder / "stepped").exists, "rank 0 makes more steps")
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def after_step(self, rank: int, step: int) -> None:
+        if (rank, step) == (0, self.step + 2):
+            (self.folder / "stepped").touch()
+        elif rank in self.others and step == self.step + 2:
+            wait_until(self.proof.exists, "rank 0 dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
 class HoldSteps:
     """Delays every step with a number divisible by `every` until a file of that number exists, for at most a minute.
 

@@ -43,27 +43,18 @@ class ShiftingMembership(LocalMembership):
         store: The file of the process group's store.
         logical_workers: Number of logical workers.
         backend: Backend of the process groups.
-        hosts: The host name of each worker, to imitate several hosts.
     """
 
     recovers = True
 
     def __init__(
-        self,
-        worker: int,
-        groups: list[list[int]],
-        reforms: list[int],
-        store: Path,
-        logical_workers: int,
-        backend: str,
-        hosts: tuple[str, ...] = (),
+        self, worker: int, groups: list[list[int]], reforms: list[int], store: Path, logical_workers: int, backend: str
     ) -> None:
         super().__init__(World(0, 1, logical_workers), store, backend=backend)
         self._worker = worker
         self._groups = groups
         self._reforms = reforms
         self._folder, self._at = store, -1
-        self._host_of = hosts
 
     @contextmanager
     def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
@@ -77,7 +68,6 @@ class ShiftingMembership(LocalMembership):
         self._num_calls = 0
         self._world = World(group.index(self._worker), len(group), self._world.logical_workers)
         self._store = Path(f"{self._folder}-{self._at}")
-        self._hosts = tuple(self._host_of[worker] for worker in group) if self._host_of else ()
         with super().generation(step, lost) as (world, formed):
             yield world, dataclasses.replace(formed, number=self._at + 1)
 
@@ -104,11 +94,11 @@ def train_shifting(
     hooks: Hooks = Hooks(),
     windows: OpenWindows = cache_windows,
     backend: str = "gloo",
-    hosts: tuple[str, ...] = (),
 ) -> list[RankResult]:
     """Trains in several generations; returns the result of each worker."""
-    size = 1 + max(max(group, default=0) for group in groups)
-    return pool.call(size, _train, job, groups, reforms, hooks, windows, backend, hosts)
+    return pool.call(
+        1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend
+    )
 
 
 def _train(
@@ -120,12 +110,11 @@ def _train(
     hooks: Hooks,
     windows: OpenWindows,
     backend: str,
-    hosts: tuple[str, ...],
 ) -> str:
     try:
         train(
             job,
-            ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend, hosts),
+            ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
             windows,
             CPU,
             hooks,

@@ -20,12 +20,14 @@ from typing import Any
 
 import psutil
 import ray
+import torch
 from ray.actor import ActorHandle
 from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, file_writers, pack, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
+from ray_app.devices import kind_of
 from ray_app.errors import CheckpointError, ConfigError, LeaseLostError
 from ray_app.reduction.base import World
 from ray_app.retry import Retry
@@ -283,13 +285,15 @@ def _state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def keeps_copies(world: World) -> bool:
+def keeps_copies(world: World, device: torch.device, patience: int | None) -> bool:
     """Returns whether a rank keeps copies of the checkpoints that rank 0 writes, which may be lost before it has.
 
-    These are the first rank of each host, and rank 1 if there is one host. A copy takes page-locked memory.
+    On CPUs these are all ranks, so that a checkpoint is lost only with all of them. A copy of the state on a GPU takes
+    page-locked memory: there these are the first rank of each host, and rank 1 if there is one host. With
+    `evaluate.patience` the end of the run depends on every planned checkpoint, so these are all ranks on GPUs, too.
     """
     first_ranks = {world.hosts.index(host) for host in world.hosts} - {0}
-    return world.rank in (first_ranks or {1})
+    return kind_of(device).is_host or patience is not None or world.rank in (first_ranks or {1})
 
 
 def warn_of_copies(model: nn.Module) -> None:

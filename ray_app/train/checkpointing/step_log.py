@@ -80,7 +80,7 @@ class StepLog:
         self._membership = membership
         self._sender = sender
         self._environment = environment.describe(device)
-        self._world = World(0, 1, 1)
+        self._world, self._keeps_copies = World(0, 1, 1), False
         # The number of the driver's start and of the generation, see `StepRecord.generation`.
         self._generation = ""
         # The records that are not known to be on storage, by ascending steps.
@@ -135,7 +135,8 @@ class StepLog:
         self._records = deque(
             (record for step, record in merged.items() if step <= self._state.step), maxlen=_MAX_RECORDS
         )
-        if not self._generation and (world.rank == 0 or keeps_copies(world)):
+        self._keeps_copies = keeps_copies(world, self._state.device, self._job.config.evaluate.patience)
+        if not self._generation and (world.rank == 0 or self._keeps_copies):
             warn_of_copies(self._state.model)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
@@ -143,7 +144,6 @@ class StepLog:
             # Records of later steps than that of the state are written, too. They show that these steps were lost.
             for record in merged.values():
                 self._write(record)
-        # The lost steps are repeated, and their records are written once more.
         self._last_written_step = min(self._last_written_step, self._state.step)
         committed = self._list_committed() if world.rank == 0 else set()
         self._fetch_copies(committed)
@@ -276,7 +276,7 @@ class StepLog:
         if writes:
             self._wait_for_storage("reduction")
             self._checkpoint_writer.save(take, commit)
-        elif keeps_copies(self._world):
+        elif self._keeps_copies:
             take()
 
     def _save_missed_checkpoint(self, committed: set[int]) -> None:

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import DeviceFaultError, PeerLostError, TaskError
 from ray_app.runlog.journal import read_events
 from ray_app.task.environment import device_label
 from ray_app.task.user_code import user_code
-from ray_app.testing import WorkerPool, read_trained_run
+from ray_app.testing import KilledError, WorkerPool, read_trained_run
 from ray_app.train.job import Hooks
 from tests.device.strategies import strategy_job
 from tests.device.training import check_races, device_run, train_on_devices
+from tests.support.injector import KillBeforeCommit
 
 ECC = "uncorrectable ECC error encountered"
 
@@ -171,6 +173,18 @@ def test_only_ranks_that_may_write_a_checkpoint_lock_memory(
         )
     locked = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
     assert [rank for rank in range(4) if locked[rank]] == locking
+
+
+def test_a_new_rank_0_commits_the_copy_of_a_rank_on_another_host(tmp_path: Path, data: Path) -> None:
+    kill = KillBeforeCommit(tmp_path, 4, ())
+    fields = {"checkpoint__every_epochs": None, "checkpoint__every_steps": 4, "checkpoint__keep_last": 9}
+    job = strategy_job(tmp_path / "run", data, 0.0, checkpoint__snapshot_every_steps=None, **fields)
+    hooks = Hooks(kill.after_step, kill.before_commit)
+    with WorkerPool(4, tmp_path) as pool:
+        results = train_on_devices(pool, job, [[0, 1, 2, 3], [1, 2, 3]], hooks=hooks, hosts=("a", "a", "b", "b"))
+    assert kill.proof.exists()
+    assert [type(result.error) for result in results] == [KilledError, *[type(None)] * 3]
+    assert 4 in [commit.step for commit in CheckpointStore(job.paths).commits()]
 
 
 def test_the_uuid_of_a_device_is_no_part_of_the_environment(device_pool: WorkerPool) -> None:

@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from ray_app.checkpoint.store import CheckpointStore, Commit
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.devices import HOST
 from ray_app.reduction.base import World
 from ray_app.testing import KilledError, WorkerPool
 from ray_app.train.checkpointing.persistence import keeps_copies
 from ray_app.train.job import Hooks
+from tests.support.injector import KillBeforeCommit
 from tests.support.local_world import TinyImages, make_job, write_images
 from tests.support.shifting_world import train_shifting
-from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
     ("hosts", "ranks"),
     [((), [1]), (("a",) * 5, [1]), (("a", "a", "b", "b", "c"), [2, 4]), (tuple("abcde"), [1, 2, 3, 4])],
 )
-def test_one_rank_of_each_host_keeps_copies_and_a_second_one_if_there_is_one_host(
+def test_on_gpus_few_ranks_keep_copies_unless_the_end_of_the_run_depends_on_each(
     hosts: tuple[str, ...], ranks: list[int]
 ) -> None:
-    assert [rank for rank in range(5) if keeps_copies(World(rank, 5, 5, hosts=hosts))] == ranks
+    worlds, gpu = [World(rank, 5, 5, hosts=hosts) for rank in range(5)], torch.device("cuda", 0)
+    assert [world.rank for world in worlds if keeps_copies(world, gpu, None)] == ranks
+    assert all(keeps_copies(world, gpu, 3) and keeps_copies(world, HOST, None) for world in worlds)
 
 
-@dataclass(frozen=True)
-class KillBeforeCommit:
-    """Hooks that kill rank 0 two steps after a checkpoint, of which it has written no file yet, the first time."""
-
-    folder: Path
-    step: int
-
-    def before_commit(self, commit: Commit) -> None:
-        if commit.step == self.step and not (self.folder / "proof").exists():
-            wait_until((self.folder / "stepped").exists, "rank 0 makes more steps")
-            (self.folder / "proof").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def after_step(self, rank: int, step: int) -> None:
-        if (rank, step) == (0, self.step + 2):
-            (self.folder / "stepped").touch()
-
-
-@pytest.mark.parametrize("hosts", [(), ("a", "a", "b", "b")], ids=["rank 1 has a copy", "rank 2 has a copy"])
+@pytest.mark.parametrize("others", [(), (1,)], ids=["rank 0 dies", "ranks 0 and 1 die"])
 def test_a_checkpoint_that_rank_0_has_not_committed_is_committed_by_the_next(
-    worker_pool: WorkerPool, tmp_path: Path, hosts: tuple[str, ...]
+    worker_pool: WorkerPool, tmp_path: Path, others: tuple[int, ...]
 ) -> None:
     data = write_images(tmp_path / "data", [[60]])
     runs = {}
@@ -61,11 +44,11 @@ def test_a_checkpoint_that_rank_0_has_not_committed_is_committed_by_the_next(
             "checkpoint__every_steps": 4,
         }
         job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
-        kill = KillBeforeCommit(tmp_path, 4 if name == "killed" else -9)
-        groups = [[0, 1, 2, 3], [1, 2, 3]] if name == "killed" else [[0]]
-        outcomes = train_shifting(worker_pool, job, groups, [], Hooks(kill.after_step, kill.before_commit), hosts=hosts)
+        kill = KillBeforeCommit(tmp_path, 4 if name == "killed" else -9, others)
+        groups = [[0, 1, 2, 3], [r for r in (1, 2, 3) if r not in others]] if name == "killed" else [[0]]
+        outcomes = train_shifting(worker_pool, job, groups, [], Hooks(kill.after_step, kill.before_commit))
         assert [type(outcome.error) for outcome in outcomes if outcome.error is not None] == (
-            [KilledError] if name == "killed" else []
+            [KilledError] * (1 + len(others)) if name == "killed" else []
         )
         commits = CheckpointStore(job.paths).commits()
         runs[name] = [(commit.step, commit.params_digest) for commit in commits]
