@@ -447,6 +447,10 @@ CHECKS = (
     Check("evaluation time", 0.1, "An evaluation takes less time than the steps between two checkpoints.",
           dry_run.check_evaluation_time, ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.eval_rows is not None and not isinstance(context.task, LoopTask)),
+    Check("reading time", 0.01, "The time to decode a row is known.", dry_run.measure_reading, ("one row",),
+          calls_task=True,
+          applies=lambda context: context.config.scaling.worker_gpus > 0 and context.config.data.cache == "none"
+          and not isinstance(context.task, LoopTask)),
     Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),

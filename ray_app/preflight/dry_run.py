@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import (
     SHORT_LENGTH,
     PreflightContext,
+    ReadingRates,
     RowProbe,
     count_numbers,
     longest_of,
@@ -63,7 +65,11 @@ _TIMED_ROWS = 2
 _BACKWARD_FACTOR = 3
 """Time of a forward and a backward, divided by that of the forward."""
 _GPU_SPEEDUP = 50
-"""Assumed speed of a GPU, divided by that of a thread of a CPU."""
+"""Assumed speed of a GPU, divided by that of a thread of a CPU: low, so that an evaluation on it is not overrated."""
+_MAX_GPU_SPEEDUP = 1000
+"""The same for the rows that a GPU may need: high, that of large convolutions in bf16."""
+_MIN_STEP_S = 0.01
+"""Time of a step of a network that is as fast as its kernels are started."""
 _MIN_EVALUATION_S = 30.0
 """An evaluation that takes less is not warned of: a few rows say too little."""
 _UNSUPPORTED_STEP = re.compile("closure|dense")
@@ -254,6 +260,21 @@ def _seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -
     began_s = time.perf_counter()
     context.row_probe.run(few, evaluates, "a few rows")
     return (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
+
+
+def measure_reading(context: PreflightContext) -> None:
+    """Measures how long a row takes to decode, and estimates the training rate of a GPU; see `ReadingRates`."""
+    task, config = context.task, context.config
+    rows = context.undecoded_row
+    keys = np.zeros(len(next(iter(rows.values()))), np.int64)
+    began_s = time.thread_time()
+    for _ in range(_TIMED_ROWS):
+        task.decode_training(rows, keys)
+    decode_s = (time.thread_time() - began_s) / (_TIMED_ROWS * len(keys))
+    step_s = _BACKWARD_FACTOR * _seconds_per_row(context, context.rows, evaluates=False)
+    gpu_rows = config.scaling.worker_gpus * _MAX_GPU_SPEEDUP / step_s
+    launched_rows = config.data.global_batch_size / config.scaling.worker_limit / _MIN_STEP_S
+    context.reading_rates = ReadingRates(decode_s, min(gpu_rows, launched_rows))
 
 
 def try_optimizers(context: PreflightContext) -> None:
