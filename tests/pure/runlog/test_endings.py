@@ -73,7 +73,7 @@ def test_the_summary_of_an_unlisted_run_is_read_once(tmp_path: Path, summaries_r
     for name, value in (("one", 0.5), ("two", 0.7)):
         put_json(RunDirectory(tmp_path, name).paths.summary, summary(value))
     for name, text in (("half", "{"), ("list", "[]"), ("never", '{"status": "failed", "best": null, "ended_s": null}')):
-        RunDirectory(tmp_path, name).paths.summary.write_text(text)  # type: ignore[union-attr]
+        RunDirectory(tmp_path, name).paths.summary.write_text(text)
     for expected in ({"one", "two"}, set()):
         summaries_read.clear()
         best = earlier_of_report(tmp_path)
