@@ -62,7 +62,7 @@ def refuse_hiding_files() -> None:
     folders = [package, str(current_folder()), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
     files: dict[str, Path] = {}
     for folder in dict.fromkeys(map(Path, filter(None, folders))):
-        if not _is_installed(folder / "a.py"):
+        if not is_installed(folder / "a.py"):
             for file in (*folder.glob("*/__init__.py"), *folder.glob("*.py")):
                 files.setdefault(file.parent.name if file.name == "__init__.py" else file.stem, file)
     for name, file in files.items():
@@ -70,14 +70,14 @@ def refuse_hiding_files() -> None:
         hidden = Path(getattr(module, "__file__", None) or file)
         # Frozen modules are found first.
         is_frozen = getattr(getattr(module, "__spec__", None), "origin", None) == "frozen"
-        if _is_installed(hidden) and not is_frozen and hidden.resolve() != file.resolve():
+        if is_installed(hidden) and not is_frozen and hidden.resolve() != file.resolve():
             raise ConfigError(
                 f"{file} hides the module {name} ({hidden}) from the workers, which search this folder first. Rename"
                 " the file, or start in another folder."
             )
 
 
-def _is_installed(file: Path) -> bool:
+def is_installed(file: Path) -> bool:
     """Returns whether a file belongs to Python or to an installed library."""
     libraries = {"site-packages", "dist-packages", "lib-dynload"}
     return not libraries.isdisjoint(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))

@@ -153,8 +153,10 @@ def fit(
     storage_path = more.get("run.storage_path", RunSection.storage_path)
     plans = plan_callbacks(callbacks)
     columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
+    before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
+    earlier = None if before is None else before.task.init_args.get("model")
     init_args = {
-        "model": store_program(model, storage_path, more.get("seed", Config.seed)),
+        "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier),
         "class_weight": None if class_weight is None else _read_class_weight(class_weight),
         **asdict(columns),
     }
@@ -177,7 +179,7 @@ def fit(
     elif "evaluate.metric" in settings:
         raise ConfigError("A callback decides by val_ metrics, and validation_data is missing. Give it.")
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
-    _refuse_other_arrays(config)
+    _refuse_other_arrays(config, before)
     config, rates = add_schedule(config, plans)
     console = TextConsole(file=StringIO()) if verbose == 0 else TextConsole()
     for text in [*(plan.text for plan in plans), *([_UNTRACKED] if untracked else [])]:
@@ -280,14 +282,12 @@ def _locate_rows(
     return columns, data
 
 
-def _refuse_other_arrays(config: Config) -> None:
-    """Raises RunExistsError if a run of this name was trained on other rows; the name of a folder is their digest."""
-    name = config.run.name
-    before = stored_config(RunPaths(to_location(config.run.storage_path) / name)) if name is not None else None
+def _refuse_other_arrays(config: Config, before: Config | None) -> None:
+    """Raises RunExistsError if the run of this name was trained on other rows; a folder's name is their digest."""
     if before is not None and to_location(before.data.path).name != to_location(config.data.path).name:
         raise RunExistsError(
-            f"The run {name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Give another name"
-            " for a new run, or the same rows to continue it."
+            f"The run {config.run.name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Give"
+            " another name for a new run, or the same rows to continue it."
         )
 
 

@@ -6,21 +6,20 @@ They are below `run.storage_path`, named by a digest of their content: a later c
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import tempfile
-import warnings
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_app.config.import_paths import load_class
+from ray_app.config.import_paths import is_installed, load_class
 from ray_app.errors import ConfigError
 from ray_app.ingest.in_memory import ingest_named_arrays, to_numbers
 from ray_app.storage.files import put_atomic, to_location
@@ -32,7 +31,7 @@ from ray_app.task.transforms import Spec
 SHARED_FOLDER = "fit-inputs"
 """The folder below `run.storage_path` with the arrays and models that `fit` hands to workers."""
 _DIGEST_BYTES = 10
-_LOAD_SAVED = "ray_app.task.keras.program.load_saved"
+_LOAD_SAVED, _LOAD_STORED = "ray_app.task.keras.program.load_saved", "ray_app.task.keras.program.load_stored"
 _SUFFIX = ".keras"
 _ADVICE = "Or give fit a function that returns the compiled model, in a module that workers can import."
 
@@ -50,7 +49,8 @@ class FitColumns:
     @classmethod
     def name(cls, x: Any, y: Any, sample_weight: Any) -> FitColumns:
         """Returns names of columns in the structures of arrays, such as `input_0` and `input_1` of a list."""
-        target = None if y is None else _name_columns("target", y)
+        # An array called target would lose an axis of one number.
+        target = None if y is None else _name_columns("output", y)
         return cls(_name_columns("input", x), target, None if sample_weight is None else "sample_weight")
 
     def fill(self, x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
@@ -153,11 +153,15 @@ def is_path(x: Any) -> bool:
     return isinstance(x, str | PathLike)
 
 
-def store_program(model: Any, storage_path: str, seed: int) -> str | Spec:
-    """Returns a model as a task names it: its import path, or a file that Keras writes unless it exists.
+def store_program(model: Any, storage_path: str, seed: int, before: Any = None) -> str | Spec:
+    """Returns a model as a task names it: its import path, or a file with the model by value.
+
+    Args:
+        before: The model as the task of an existing run names it. A run keeps its first weights, so a model that
+            differs from that in its weights alone is named like it.
 
     Raises:
-        ConfigError: It is neither a model nor a function, or Keras cannot write the model to a file.
+        ConfigError: It is neither a model nor a function, or the model cannot be pickled.
     """
     keras = library.import_keras()
     if isinstance(model, str) and not model.endswith(_SUFFIX):
@@ -177,7 +181,12 @@ def store_program(model: Any, storage_path: str, seed: int) -> str | Spec:
             torch.manual_seed(seed)
             with library.program_session(None):
                 model = model()
-    return {"class_path": _LOAD_SAVED, "init_args": _store_model(model, storage_path)}
+    arguments = _store_model(model, storage_path)
+    earlier = before.get("init_args", {}) if isinstance(before, Mapping) else {}
+    return {
+        "class_path": _LOAD_STORED,
+        "init_args": dict(earlier) if earlier.get("structure") == arguments["structure"] else arguments,
+    }
 
 
 def _import_path(function: Callable[[], Any]) -> str | None:
@@ -190,63 +199,44 @@ def _import_path(function: Callable[[], Any]) -> str | None:
 
 
 def _store_model(model: Any, storage_path: str) -> dict[str, Any]:
-    """Writes a compiled model with its weights to a file, unless it exists; returns the arguments of `load_saved`.
+    """Writes a compiled model by value to a file; returns the arguments of `load_stored`.
 
     Raises:
-        ConfigError: Keras cannot write it, or workers could not import its classes.
+        ConfigError: It cannot be pickled.
     """
     keras = library.import_keras()
     if not isinstance(model, keras.Model):
         raise ConfigError(f"The function returned a {type(model).__name__}; it must return a compiled keras.Model.")
     refuse_steps(model)
-    with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
-        file = Path(folder) / f"model{_SUFFIX}"
-        try:
-            text = model.to_json()
-            with warnings.catch_warnings():
-                # Keras warns of a model without weights; the run draws them.
-                warnings.simplefilter("ignore")
-                model.save(file)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            raise ConfigError(f"Keras cannot write the model {model.name!r} to a file: {error}\n{_ADVICE}") from error
-        # The file itself contains the time of its writing, so its digest would differ each time.
-        weights = {f"{number}": value for number, value in enumerate(model.get_weights())}
-        digest = hashlib.sha256(f"{text}{digest_of(weights)}".encode()).hexdigest()[:20]
-        target = to_location(storage_path) / SHARED_FOLDER / f"model-{digest}{_SUFFIX}"
-        objects = _custom_objects(json.loads(text))
-        put_atomic(target, file.read_bytes(), if_absent=True)
-    return {"path": str(target), "custom_objects": objects}
-
-
-def _custom_objects(config: Any) -> dict[str, str]:
-    """Returns the import paths of the classes and functions of a serialized model that are not Keras', by its names.
-
-    Raises:
-        ConfigError: Workers cannot import one.
-    """
-    if isinstance(config, list):
-        return {name: path for part in config for name, path in _custom_objects(part).items()}
-    if not isinstance(config, dict):
-        return {}
-    objects = {name: path for part in config.values() for name, path in _custom_objects(part).items()}
-    if not config.keys() >= {"module", "class_name", "config"}:
-        return objects
-    # Keras writes no module for what the script itself defines.
-    module, name = config["module"] or "__main__", config["class_name"]
-    if module.split(".")[0] in ("keras", "builtins"):
-        return objects
-    key = config["config"] if name == "function" else config.get("registered_name") or name
-    path = f"{module}.{key.rpartition('>')[2] if name == 'function' else name}"
     try:
-        is_importable = module != "__main__" and callable(load_class(path))
-    except (ImportError, AttributeError):
-        is_importable = False
-    if not is_importable:
+        data = _dump_with_modules(model)
+    except Exception as error:
         raise ConfigError(
-            f"The model has {path}, which workers cannot import. Move it to the top of a module and import it from"
-            f" there. {_ADVICE}"
-        )
-    return {**objects, key: path}
+            f"The model {model.name!r} cannot travel to workers: {type(error).__name__}: {error}\n{_ADVICE}"
+        ) from error
+    sha256 = hashlib.sha256(data).hexdigest()
+    target = to_location(storage_path) / SHARED_FOLDER / f"model-{sha256[:20]}.pkl"
+    put_atomic(target, data, if_absent=True)
+    return {"path": str(target), "sha256": sha256, "structure": library.structure_digest(model)}
+
+
+def _dump_with_modules(model: Any) -> bytes:
+    """Returns a model by value, with the classes and functions of the user's modules, which workers may not have."""
+    is_users = {name: module for name, module in list(sys.modules.items()) if _is_of_user(name, module)}
+    for module in is_users.values():
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return library.dump_program(model)
+    finally:
+        for module in is_users.values():
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_of_user(name: str, module: Any) -> bool:
+    """Returns whether a module is neither a library, nor of ray_app, nor the script itself."""
+    file = getattr(module, "__file__", None)
+    is_library = name.split(".", maxsplit=1)[0] in ("ray_app", "__main__") or file is None or is_installed(Path(file))
+    return not is_library and module.__name__ == name
 
 
 def _is_list(values: Any) -> bool:

@@ -8,7 +8,6 @@ statistics of logical worker 0, as with batch normalization of PyTorch.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Callable
@@ -32,7 +31,7 @@ class KerasPass(NamedTuple):
     Args:
         loss: Its mean loss, shape ().
         outputs: What the model gave.
-        targets: The targets in the shapes of the outputs.
+        targets: The targets as losses and metrics got them.
     """
 
     loss: Tensor
@@ -70,6 +69,7 @@ class KerasModule(nn.Module):
     Args:
         program: The compiled model, built.
         settings: The settings of Keras that the program expects.
+        expands_targets: Whether the program needs targets in the shapes of its outputs, see `fit_targets`.
 
     Attributes:
         program: The model.
@@ -77,9 +77,9 @@ class KerasModule(nn.Module):
 
     program: Any
 
-    def __init__(self, program: Any, settings: library.Settings) -> None:
+    def __init__(self, program: Any, settings: library.Settings, expands_targets: bool = False) -> None:
         super().__init__()
-        self._settings = settings
+        self._settings, self._expands_targets = settings, expands_targets
         # `nn.Module` would make it a submodule.
         vars(self)["program"] = program
         self._variables: dict[str, Any] = {}
@@ -130,9 +130,11 @@ class KerasModule(nn.Module):
             slot.bind(tensors[slot.name])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
-        """Returns a copy, for which Keras writes and reads the model; the tensors are copied by PyTorch."""
+        """Returns a copy, of which the tensors are copied by PyTorch."""
         with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
-            copied = KerasModule(copy.deepcopy(self.program, memo), self._settings)
+            program = library.load_program(library.dump_program(self.program))
+            copied = KerasModule(program, self._settings, self._expands_targets)
+        memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
         for name, p in self.named_parameters():
             copied.get_parameter(name).requires_grad_(p.requires_grad)
@@ -185,7 +187,7 @@ class KerasModule(nn.Module):
             else:
                 for metric in self._metrics.values():
                     metric.reset_state()
-            y = fit_targets(y, outputs)
+            y = fit_targets(y, outputs) if self._expands_targets else y
             return KerasPass(library.compute_loss(program, x, y, outputs, weights, self.training), outputs, y)
 
     def _seed(self) -> None:
@@ -267,7 +269,7 @@ def fit_inputs(program: Any, x: Any) -> Any:
 def fit_targets(y: Any, outputs: Any) -> Any:
     """Returns targets with a last axis of one number where the outputs have it: columns of numbers and masks lack it.
 
-    Losses of Keras add it by themselves, but not all metrics do.
+    Losses of Keras add it by themselves; some metrics refuse targets without it.
     """
     if isinstance(y, Tensor) and isinstance(outputs, Tensor):
         return y[..., None] if tuple(outputs.shape[1:]) == (*y.shape[1:], 1) else y

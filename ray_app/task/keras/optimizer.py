@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
+from ray_app.task.transforms import Spec, instantiate
 from ray_app.torch_private import foreach_copy_
 
 _MODULE = "ray_app.task.keras.optimizer"
@@ -45,44 +46,59 @@ _PARAMETER = re.compile(r".*parameter(\d+)(?:_(\w+))?$")
 """The end of the name of a variable that Keras keeps for a parameter, which begins with the name of the latter."""
 
 
-def serialize_optimizer(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
+def describe_optimizer(optimizer: Any, named: dict[str, Any], program: Spec) -> dict[str, Any]:
     """Returns the fields `optimizer` and `schedule` of a configuration for an optimizer of Keras.
+
+    Optimizers and schedules of Keras are written out; one of the user is named by the program that has it.
 
     Args:
         optimizer: The optimizer that a model was compiled with.
         named: The variables of the model by the names of the parameters.
+        program: The specification of the program.
 
     Raises:
-        ConfigError: The optimizer does what has another place here, or cannot be written into a configuration.
+        ConfigError: The optimizer does what has another place here.
     """
     keras = library.import_keras()
     _refuse_features(optimizer)
-    serialized = keras.optimizers.serialize(optimizer)
-    config = serialized["config"]
-    schedule, config["learning_rate"] = config["learning_rate"], None
-    # The class that PyTorch's backend has in its place is private.
-    if serialized["module"].startswith("keras."):
-        serialized |= {"module": "keras.optimizers", "registered_name": None}
-    # A loss that is scaled by a number gives gradients that are divided by it again.
-    config["loss_scale_factor"] = None
-    try:
-        serialized = json.loads(json.dumps(serialized))
-    except TypeError as error:
-        raise ConfigError(
-            f"The optimizer {type(optimizer).__name__} has values that no configuration holds: {error}. Let its"
-            " get_config return numbers, text, lists and dictionaries."
-        ) from error
-    rate = float(optimizer.learning_rate)
+    schedule = library.rate_source(optimizer)
     fields: dict[str, Any] = {
         "optimizer": {
             "class_path": OPTIMIZER,
-            "init_args": {"lr": rate, "serialized": serialized},
+            "init_args": {"lr": float(optimizer.learning_rate), **_write_out(optimizer, program)},
             "groups": _make_groups(optimizer, named) or None,
         }
     }
-    if isinstance(schedule, dict):
-        fields["schedule"] = {"class_path": SCHEDULE, "init_args": {"serialized": json.loads(json.dumps(schedule))}}
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        fields["schedule"] = {"class_path": SCHEDULE, "init_args": _write_out(schedule, program)}
     return fields
+
+
+def _write_out(part: Any, program: Spec) -> dict[str, Any]:
+    """Returns an optimizer or a schedule in Keras' own form if it is of Keras alone, otherwise the program."""
+    keras = library.import_keras()
+    by_program = {"program": json.dumps(program)}
+    is_of_keras = type(part).__module__.startswith("keras.")
+    if not isinstance(part, keras.optimizers.Optimizer):
+        serialized = keras.saving.serialize_keras_object(part) if is_of_keras else {}
+        is_complete = is_of_keras and _is_of_keras(serialized)
+        return {"serialized": json.loads(json.dumps(serialized))} if is_complete else by_program
+    try:
+        config = part.get_config() | {"learning_rate": None, "loss_scale_factor": None}
+    except NotImplementedError:
+        # The schedule has no `get_config`.
+        return by_program
+    # The class that PyTorch's backend has in its place is private.
+    name = {"module": "keras.optimizers", "class_name": type(part).__name__, "registered_name": None}
+    return {"serialized": name | {"config": json.loads(json.dumps(config))}} if is_of_keras else by_program
+
+
+def _is_of_keras(serialized: Any) -> bool:
+    """Returns whether all that is named in a serialized object is of Keras."""
+    if isinstance(serialized, dict):
+        module = serialized.get("module", "keras") or ""
+        return str(module).split(".")[0] == "keras" and all(map(_is_of_keras, serialized.values()))
+    return all(map(_is_of_keras, serialized)) if isinstance(serialized, list | tuple) else True
 
 
 def _refuse_features(optimizer: Any) -> None:
@@ -94,9 +110,8 @@ def _refuse_features(optimizer: Any) -> None:
             "The model is compiled for mixed_float16 with a LossScaleOptimizer, whose scale would be no part of a"
             " checkpoint. Set the policy mixed_bfloat16, which needs no scale, or float32 with train.precision: fp16."
         )
-    if not isinstance(optimizer.get_config()["learning_rate"], float) and not isinstance(
-        library.rate_source(optimizer), keras.optimizers.schedules.LearningRateSchedule
-    ):
+    source = library.rate_source(optimizer)
+    if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
         raise ConfigError(
             f"The learning rate of {name} is a function, which no configuration holds. Write a"
             " keras.optimizers.schedules.LearningRateSchedule, which is called with the number of the step."
@@ -135,7 +150,8 @@ def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
 def refuse_sharding(fields: dict[str, Any]) -> str | None:
     """Returns why an optimizer cannot update parts of parameters, None if it can."""
     optimizer = fields["optimizer"]
-    name, config = optimizer["init_args"]["serialized"]["class_name"], optimizer["init_args"]["serialized"]["config"]
+    serialized = optimizer["init_args"].get("serialized", {"class_name": "an optimizer of your own", "config": {}})
+    name, config = serialized["class_name"], serialized["config"]
     reasons = {
         f"{name} computes with whole weights": name not in _ELEMENTWISE,
         "clipnorm is the norm of a whole weight": bool(config.get("clipnorm")),
@@ -155,7 +171,9 @@ class KerasOptimizer(Optimizer):
             decay leaves its parameters alone (`decays`), and may have the `path` of its variable in the model and its
             `constraint` as JSON.
         lr: The learning rate, which a schedule may change.
-        serialized: What `keras.optimizers.serialize` gives for the optimizer.
+        serialized: The optimizer as Keras writes it; None for the one of a program.
+        program: The specification, as JSON, of the program that is compiled with the optimizer; None if it is written
+            out.
 
     Raises:
         ConfigError: The groups have several learning rates.
@@ -164,9 +182,11 @@ class KerasOptimizer(Optimizer):
     is_elementwise: ClassVar[bool] = True
     """Whether it can update a part of a parameter; `refuse_sharding` refuses optimizers that cannot."""
 
-    def __init__(self, params: Iterable[Any], lr: float, serialized: dict[str, Any]) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float, serialized: dict[str, Any] | None = None, program: str | None = None
+    ) -> None:
         super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
-        self._serialized = serialized
+        self._serialized, self._program = serialized, program
         # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
         # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
@@ -185,8 +205,8 @@ class KerasOptimizer(Optimizer):
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) > 1:
             raise ConfigError(
-                f"The groups of {self._serialized['class_name']} have the learning rates {sorted(rates)}; an optimizer"
-                " of Keras has one. Leave lr out of optimizer.groups, or name an optimizer of torch.optim."
+                f"The groups have the learning rates {sorted(rates)}, and an optimizer of Keras has one. Leave lr out"
+                " of optimizer.groups, or name an optimizer of torch.optim."
             )
         with library.device_scope(moved[0].device):
             if self._keras is None or [*map(id, self._variables)] != [*map(id, parameters)]:
@@ -199,10 +219,13 @@ class KerasOptimizer(Optimizer):
 
     def _build(self, parameters: list[Tensor]) -> None:
         """Makes Keras' optimizer for parameters."""
-        keras = library.import_keras()
-        serialized = copy.deepcopy(self._serialized)
-        serialized["config"]["learning_rate"] = self._rate = 0.0
-        optimizer = keras.saving.deserialize_keras_object(serialized)
+        self._rate = 0.0
+        if self._serialized is None:
+            optimizer = library.take_optimizer(_make_program(self._program))
+        else:
+            serialized = copy.deepcopy(self._serialized)
+            serialized["config"]["learning_rate"] = self._rate
+            optimizer = library.import_keras().saving.deserialize_keras_object(serialized)
         groups = [group for group in self.param_groups for _ in group["params"]]
         self._variables = {}
         for number, (p, group) in enumerate(zip(parameters, groups, strict=True)):
@@ -239,6 +262,13 @@ class KerasOptimizer(Optimizer):
             for p in parameters[1:]:
                 if name not in self.state[p]:
                     self.state[p][name] = value.clone()
+
+
+def _make_program(program: str | None) -> Any:
+    """Returns the compiled model of a program, without effects on the random numbers of this process."""
+    assert program is not None, "an optimizer is written out or of a program"
+    with library.program_session(None), torch.random.fork_rng(devices=[]):
+        return instantiate(json.loads(program), "optimizer.init_args.program")
 
 
 def _make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any:
@@ -286,13 +316,24 @@ class KerasSchedule(LRScheduler):
 
     Args:
         optimizer: The optimizer.
-        serialized: What `keras.optimizers.schedules.serialize` gives for the schedule.
+        serialized: The schedule as Keras writes it; None for the one of a program.
         last_epoch: The number of finished steps minus one, see `LRScheduler`.
+        program: The specification, as JSON, of the program that has the schedule; None if it is written out.
     """
 
-    def __init__(self, optimizer: Optimizer, serialized: dict[str, Any], last_epoch: int = -1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        serialized: dict[str, Any] | None = None,
+        last_epoch: int = -1,
+        program: str | None = None,
+    ) -> None:
         keras = library.import_keras()
-        self._schedule = keras.saving.deserialize_keras_object(copy.deepcopy(serialized))
+        self._schedule = (
+            library.rate_source(_make_program(program).optimizer)
+            if serialized is None
+            else keras.saving.deserialize_keras_object(copy.deepcopy(serialized))
+        )
         super().__init__(optimizer, last_epoch)
 
     def get_lr(self) -> list[float | Tensor]:

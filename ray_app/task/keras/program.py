@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -37,11 +38,8 @@ def spec_of_program(model: str | Spec, field: str = _FIELD, result: str = "a com
     return spec
 
 
-def load_saved(path: str, custom_objects: dict[str, str] | None = None) -> Any:
+def load_saved(path: str) -> Any:
     """Returns the compiled model of a `.keras` file on a disk or in a bucket.
-
-    Args:
-        custom_objects: Import paths of classes and functions by the names that the file has for them.
 
     Raises:
         ConfigError: Keras cannot make the model from the file.
@@ -50,24 +48,53 @@ def load_saved(path: str, custom_objects: dict[str, str] | None = None) -> Any:
     with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
         # Keras reads disks only.
         file = Path(folder) / "model.keras"
+        file.write_bytes(_read_model(path))
         try:
-            file.write_bytes(to_location(path).read_bytes())
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"There is no file {path}, which the task names as its model. Give the path of a .keras file that every"
-                " node can read."
-            ) from error
-        try:
-            objects = {name: load_class(import_path) for name, import_path in (custom_objects or {}).items()}
             with warnings.catch_warnings():
                 # A run has its own state of the optimizer.
                 warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
-                return keras.saving.load_model(file, objects)
+                return keras.saving.load_model(file)
         except (TypeError, ValueError, ImportError, AttributeError) as error:
             raise ConfigError(
-                f"Keras cannot make the model of {path} again: {error}\nGive a function that returns the compiled"
-                " model, in a module that workers can import; then it is called instead of reading a file."
+                f"Keras cannot make the model of {path} again: {error}\nGive the model itself, or a function that"
+                " returns it: Keras reads classes and functions of a program only where they are registered."
             ) from error
+
+
+def load_stored(path: str, sha256: str, structure: str) -> Any:
+    """Returns the model that `ray_app.keras.fit` has stored by value (`library.dump_program`).
+
+    The file is code. It is read only if it is the one that the configuration names by its digest.
+
+    Args:
+        structure: The digest by which a later call notices another model; not used here.
+
+    Raises:
+        ConfigError: The file is missing or another one, or a worker lacks a module that it needs.
+    """
+    del structure
+    data = _read_model(path)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ConfigError(
+            f"{path} has changed since the configuration of the run was written, so it is not read: it contains code."
+            " Restore it, or start a run with another name."
+        )
+    try:
+        return library.load_program(data)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The model of {path} needs what cannot be imported here: {error}. Install the module on all nodes, or keep"
+            " it in the folder of the program."
+        ) from error
+
+
+def _read_model(path: str) -> bytes:
+    try:
+        return to_location(path).read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"There is no file {path}, which the task names as its model. Give a path that every node can read."
+        ) from error
 
 
 def read_settings(spec: Spec) -> library.Settings:
@@ -104,22 +131,28 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
                 " keras.Model."
             )
         refuse_steps(program)
-        _build(program, sample())
-        return KerasModule(program, settings)
+        return KerasModule(program, settings, expands_targets=_build(program, sample()))
 
 
-def _build(program: Any, samples: list[Inputs]) -> None:
-    """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics."""
-    for number, (inputs, y, weights) in enumerate(samples):
+def _build(program: Any, samples: list[Inputs]) -> bool:
+    """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics.
+
+    Returns:
+        Whether the model needs targets in the shapes of its outputs: some metrics of Keras refuse a number for each
+        row where the model gives rows of one number.
+    """
+    attempts = [(*sample, expands_targets) for sample in samples for expands_targets in (False, True)]
+    for number, (inputs, y, weights, expands_targets) in enumerate(attempts):
         try:
             with torch.no_grad():
                 x = fit_inputs(program, inputs)
                 outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
-                targets = fit_targets(y, outputs)
+                targets = fit_targets(y, outputs) if expands_targets else y
                 library.compute_loss(program, x, targets, outputs, weights, False)
                 program.compute_metrics(x, targets, outputs, weights)
-            break
+            program.reset_metrics()
+            return expands_targets
         except Exception:
-            if number == len(samples) - 1:
+            if number == len(attempts) - 1:
                 raise
-    program.reset_metrics()
+    raise AssertionError("there is a sample")

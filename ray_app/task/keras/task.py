@@ -25,7 +25,7 @@ from ray_app.task.images import IMAGE
 from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import plan_configuration
 from ray_app.task.keras.module import KerasModule, KerasPass
-from ray_app.task.keras.optimizer import OPTIMIZER, refuse_sharding, serialize_optimizer
+from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizer, refuse_sharding
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import Arrays, Ragged, to_array, to_batch
@@ -140,7 +140,7 @@ class KerasTask(BatchTask):
         if not prepared.compiled:
             with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
                 module = prepared._build()
-            fields = serialize_optimizer(module.program.optimizer, module.trained_variables())
+            fields = describe_optimizer(module.program.optimizer, module.trained_variables(), self.model)
             prepared.compiled = {
                 # A text, since the fields name classes, which `Task.restore` would refuse in a package.
                 "fields": json.dumps(fields),
@@ -155,8 +155,7 @@ class KerasTask(BatchTask):
         traits, fields = config.train.strategy_traits, self.optimizer_fields()
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
-            name = fields["optimizer"]["init_args"]["serialized"]["class_name"]
-            logger.info("optimizer of the configuration counts, not %s that the model is compiled with.", name)
+            logger.info("optimizer of the configuration counts, not that of the compiled model.")
         callback_fields, lines = self._plan_callbacks()
         for line in lines:
             logger.info("%s.", line)

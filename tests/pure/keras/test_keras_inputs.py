@@ -12,7 +12,7 @@ import torch
 from ray_app.errors import ConfigError
 from ray_app.keras.inputs import FitColumns, split_arrays, store_program
 from ray_app.task.keras.library import import_keras
-from ray_app.task.keras.program import load_saved
+from ray_app.task.keras.program import load_saved, load_stored
 
 keras = import_keras()
 
@@ -23,13 +23,28 @@ def test_arrays_of_bfloat16_are_float32() -> None:
     assert columns["x"].tolist() == [[0.5] * 3] * 2
 
 
-def test_a_model_with_weights_of_bfloat16_is_written(tmp_path: Path) -> None:
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])
+def test_a_run_keeps_its_first_weights_and_notices_another_model(tmp_path: Path) -> None:
+    def get_spec(before: Any = None, step: float = 0.1) -> Any:
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="bfloat16")])
+        model.compile("sgd", keras.losses.Huber(step))
+        return store_program(model, str(tmp_path), 0, before)
+
+    first, other = get_spec(), get_spec()
+    assert first["init_args"]["path"] != other["init_args"]["path"], "the weights are other ones"
+    assert get_spec(before=first) == first
+    assert get_spec(before=first, step=0.2) != first
+    weights = [load_stored(**spec["init_args"]).get_weights()[0] for spec in (first, other)]
+    assert not np.array_equal(*weights)
+
+
+def test_a_stored_model_that_was_changed_is_not_read(tmp_path: Path) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
-    paths = [store_program(model, str(tmp_path), seed=0)]
-    model.set_weights([weights + 1 for weights in model.get_weights()])
-    paths.append(store_program(model, str(tmp_path), seed=0))
-    assert paths[0] != paths[1], "the weights are part of the name"
+    init_args = store_program(model, str(tmp_path), 0)["init_args"]
+    file = Path(init_args["path"])
+    file.write_bytes(file.read_bytes().replace(b"dense", b"tense"))
+    with pytest.raises(ConfigError, match=r"has changed since the configuration .* was written"):
+        load_stored(**init_args)
 
 
 def test_divided_targets_have_the_types_of_undivided_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,8 @@ def test_private_names_of_keras_are_only_in_one_module() -> None:
 @pytest.fixture(scope="module")
 def objects() -> dict[str, list[Any]]:
     """Objects of a compiled model after a batch, by the names that `library` has for them."""
+    from keras.src.utils.backend_utils import DynamicBackend
+
     inputs = keras.Input((4,))
     layer = keras.layers.Dense(3)
     model = keras.Model(inputs, keras.layers.Dropout(0.1)(layer(inputs)))
@@ -67,6 +69,9 @@ def objects() -> dict[str, list[Any]]:
         "variable": [layer.kernel],
         "optimizer": [model.optimizer],
         "metric": [*metrics, keras.metrics.CategoricalAccuracy()],
+        "graph": [model],
+        "obj": [model.optimizer, DynamicBackend()],
+        "value": [keras.losses.Huber()],
     }
 
 

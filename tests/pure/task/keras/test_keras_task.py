@@ -16,7 +16,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.keras import KerasTask, library
-from ray_app.task.keras.module import fit_inputs, fit_targets
+from ray_app.task.keras.module import fit_inputs
 from ray_app.train.state.state import seed_step
 from tests.support import keras_programs
 from tests.support.keras_tasks import PROGRAMS, build, task_of
@@ -234,12 +234,6 @@ def test_random_numbers_in_an_evaluation_are_a_warning(data: Path) -> None:
     warnings = prepare(config_of(data, "get_noisy", data__eval_path=str(data))).warnings
     expected = "'loss', as the evaluation of KerasTask gives it, is another number each time"
     assert [warning.startswith(expected) for warning in warnings].count(True) == 1, warnings
-
-
-def test_masks_get_the_axis_of_the_outputs() -> None:
-    mask = torch.ones(2, 4, 4)
-    assert fit_targets(mask, torch.ones(2, 4, 4, 1)).shape == (2, 4, 4, 1)
-    assert fit_targets(mask, torch.ones(2, 4, 4, 3)) is mask
 
 
 def test_only_means_over_rows_are_means() -> None:
