@@ -311,6 +311,7 @@ def evaluate(
     x: Any,
     y: Any = None,
     batch_size: int | None = None,
+    verbose: int | str = "auto",
     sample_weight: Any = None,
     return_dict: bool = False,
 ) -> float | list[float] | dict[str, float]:
@@ -321,6 +322,7 @@ def evaluate(
         x: Arrays as in `fit`, or the path of a data set.
         y: The targets; with a path None.
         batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
+        verbose: As in Keras; nothing is printed here.
         sample_weight: The weight of each row; by default 1.
 
     Returns:
@@ -330,6 +332,7 @@ def evaluate(
         ConfigError: The structure of the arrays differs from the arrays of `fit`.
         DataError: The data is refused.
     """
+    del verbose
     task = _task_of(run)
     if is_path(x):
         data: Any = fspath(x)
@@ -345,13 +348,14 @@ def evaluate(
     return [values[name] for name in [*names, *sorted(values.keys() - set(names))]]
 
 
-def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
+def predict(run: History, x: Any, batch_size: int | None = None, verbose: int | str = "auto") -> Any:
     """Predicts rows by the trained model of a run in this process, as `keras.Model.predict` does.
 
     Args:
         run: The result of `fit`.
         x: Arrays as in `fit`, or the path of a data set.
         batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
+        verbose: As in Keras; nothing is printed here.
 
     Returns:
         An array (rows, ...); of several outputs a list of arrays, or a dictionary.
@@ -360,6 +364,7 @@ def predict(run: History, x: Any, batch_size: int | None = None) -> Any:
         ConfigError: The structure of the arrays differs from the arrays of `fit`.
         DataError: The data is refused.
     """
+    del verbose
     task = _task_of(run)
     data: Any = fspath(x) if is_path(x) else fill_columns(task.model_inputs, x, "x")
     outputs = run.result.predict(data, run.checkpoint, batch_size=batch_size)

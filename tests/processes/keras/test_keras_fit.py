@@ -77,7 +77,9 @@ def test_a_model_takes_the_course_of_its_own_fit_and_keeps_the_trained_weights(t
 
     x_test, y_test = images(23, seed=1)
     x_test = x_test.astype("float32")
-    np.testing.assert_allclose(evaluate(history, x_test, y_test), theirs.evaluate(x_test, y_test, verbose=0), RTOL)
+    np.testing.assert_allclose(
+        evaluate(history, x_test, y_test, verbose=0), theirs.evaluate(x_test, y_test, verbose=0), RTOL
+    )
     by_name = theirs.evaluate(x_test, y_test, verbose=0, return_dict=True)
     assert evaluate(history, x_test, y_test, batch_size=7, return_dict=True) == pytest.approx(by_name, RTOL)
     np.testing.assert_allclose(predict(history, x_test, batch_size=7), theirs.predict(x_test, verbose=0), 1e-4, ATOL)
