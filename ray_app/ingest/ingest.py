@@ -53,7 +53,6 @@ from ray_app.ingest.output_folder import REFUSED, side_folder
 from ray_app.ingest.readers import base, csv_files
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
-from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
 from ray_app.ingest.readers.image_folders import Images
@@ -314,7 +313,7 @@ def _preview_part(
     part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
-    refusals, texts = Refusals(options), TextColumns(ValueNotation.of(options))
+    refusals, texts = Refusals(options), TextColumns(options.decimal)
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
     labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
@@ -339,7 +338,7 @@ def _preview_part(
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [
                 *part.notes,
-                *make_notes([texts.description()], _notation(options)),
+                *make_notes([texts.description()], _decimal_mark(options)),
                 *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
             ],
             "is_sample": True,
@@ -465,7 +464,7 @@ def _write_all(
     descriptions = {}
     for side, part in part_of.items():
         before = described[side] if described else None
-        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_id_notes(ids)]
+        notes = [*make_notes(written.text_columns[part.name], _decimal_mark(options)), *make_id_notes(ids)]
         notes += make_leak_notes(side, leaks.get(side))
         if before is not None:
             stale = {*make_leak_notes(side, before.get("leaks")), *make_id_notes(ids)}
@@ -497,9 +496,9 @@ def _write_all(
     return descriptions
 
 
-def _notation(options: IngestOptions) -> ValueNotation | None:
-    """Returns the notation of numbers of a source that has options for it, otherwise None."""
-    return ValueNotation.of(options) if "decimal" in READERS[options.source].traits.options else None
+def _decimal_mark(options: IngestOptions) -> str | None:
+    """Returns the decimal mark of a source that has an option for it, otherwise None."""
+    return options.decimal if "decimal" in READERS[options.source].traits.options else None
 
 
 def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from ray_app.config.rules import NonNegativeInt, NumberRange, PositiveInt, Rule, check_fields, find_broken_rules, refuse
@@ -99,14 +98,8 @@ class IngestOptions:
             names is a header line.
         encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
         decimal: For csv: the decimal mark of numbers, a point or a comma.
-        thousands: For csv: the mark between groups of three digits, such as a comma, a point or a blank.
-        date_format: For csv: the form of dates and times in the notation of Python's `strptime`, such as %d.%m.%Y.
-            Columns of which all values have it become timestamps, also columns of digits; those with an offset (%z) in
-            UTC. Default: dates are text, of which ISO 8601 is taken as a time where a time is needed.
         null: For csv: a further spelling of a missing value, such as ?, or several; such values are missing in columns
             of text, too.
-        comment: For csv: the character at the beginning of lines that are left out.
-        skip_lines: For csv: number of lines before the header line, which are left out.
         ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
             value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
             more, and each different value is in memory.
@@ -177,11 +170,7 @@ class IngestOptions:
     column_names: list[str] | None = None
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
     decimal: Literal[".", ","] = "."
-    thousands: str | None = None
-    date_format: str | None = None
     null: str | list[str] | None = None
-    comment: str | None = None
-    skip_lines: NonNegativeInt = 0
     ids: list[str] | None = None
     ids_of: str | None = None
     drop: list[str] | None = None
@@ -250,7 +239,6 @@ def _to_python(text: str) -> str:
 
 
 _ALTERNATIVES = {"label": " (a column gets another name by --rename '{NAME: label}')"}
-_MOMENT = datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
 
 
 def _is_delimiter(text: str) -> bool:
@@ -259,14 +247,6 @@ def _is_delimiter(text: str) -> bool:
     A command line passes `\t` for a tab.
     """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
-
-
-def _is_date_format(text: str) -> bool:
-    """Returns whether dates can be written and read in a format."""
-    try:
-        return "%" in text and isinstance(datetime.strptime(_MOMENT.strftime(text), text), datetime)
-    except ValueError:
-        return False
 
 
 RULES = (
@@ -304,22 +284,6 @@ RULES = (
         r"; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end.",
     ),
     Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; give each its own character."),
-    Rule("thousands", lambda o: o.thousands == o.decimal, ", and so is decimal; give each its own character."),
-    Rule(
-        "thousands",
-        lambda o: len(o.thousands) != 1 or o.thousands not in ",.'_ ",
-        "; allowed is , . ' _ and a blank.",
-    ),
-    Rule(
-        "comment",
-        lambda o: len(o.comment) != 1 or o.comment.isalnum(),
-        "; allowed is one ASCII character, such as # or %.",
-    ),
-    Rule(
-        "date_format",
-        lambda o: not _is_date_format(o.date_format),
-        "; allowed is a format of Python's strptime, such as %d.%m.%Y or %m/%d/%Y %H:%M.",
-    ),
     Rule(
         "classes",
         lambda o: o.classes and _has_repeated(o.classes),

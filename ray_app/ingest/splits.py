@@ -33,7 +33,6 @@ from ray_app.ingest.leakage import Overlaps, RowHashes, hash_rows
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
 from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
@@ -204,7 +203,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         base.ROWS_READ.add_stored(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
-    text_columns = TextColumns(ValueNotation.of(options))
+    text_columns = TextColumns(options.decimal)
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}

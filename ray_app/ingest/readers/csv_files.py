@@ -27,7 +27,6 @@ from ray_app.ingest.readers.csv_columns import (
     choose_type,
     convert_values,
     find_too_large,
-    types_of,
 )
 from ray_app.ingest.readers.csv_layout import (
     DELIMITERS,
@@ -54,7 +53,7 @@ class Csv(base.SourceReader):
         options=frozenset(
             {
                 *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
-                *("encoding", "decimal", "thousands", "date_format", "null", "comment", "skip_lines"),
+                *("encoding", "decimal", "null"),
             }
         ),
     )
@@ -89,8 +88,8 @@ class Csv(base.SourceReader):
     @cached_property
     def _format(self) -> CsvFormat:
         layout, first = CsvFormat.of(self.options), self.files()[0]
-        if not layout.comment and not layout.skip_lines and not layout.column_names:
-            layout = replace(layout, skip_lines=count_preface_lines(first, layout))
+        if not layout.column_names:
+            layout = replace(layout, preface_lines=count_preface_lines(first, layout))
         layout = replace(layout, quote=recognize_quote(first, layout))
         if self.options.delimiter:
             return layout
@@ -119,11 +118,9 @@ class Csv(base.SourceReader):
             )
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
-        if (lines := self._format.skip_lines) and not self.options.skip_lines:
+        if lines := self._format.preface_lines:
             skipped = f"the first line of {path} was" if lines == 1 else f"the first {lines} lines of {path} were"
-            notes.append(
-                f"{skipped} left out, since the header line follows. The option skip_lines names another number."
-            )
+            notes.append(f"{skipped} left out, since the header line follows.")
         if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
         for f in facts:
@@ -159,8 +156,8 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                scan = facts.columns.setdefault(name, ColumnScan(types_of(csv_format.notation)))
-                scan.add(block[name], file.name, numbers, csv_format.notation)
+                scan = facts.columns.setdefault(name, ColumnScan())
+                scan.add(block[name], file.name, numbers, csv_format.decimal)
                 if pa.types.is_string(scan.types[0]):
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
@@ -244,7 +241,7 @@ def _convert_block(
 ) -> dict[str, pa.Array]:
     """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
-        columns = {name: convert_values(block[name], kind, layout.notation) for name, kind in kinds.items()}
+        columns = {name: convert_values(block[name], kind, layout.decimal) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}

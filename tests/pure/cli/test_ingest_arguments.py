@@ -24,7 +24,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> IngestOption
 @pytest.mark.parametrize(
     ("arguments", "name", "value"),
     [
-        (["--comment", "#"], "comment", "#"),
+        (["--null", "#"], "null", "#"),
         (["--delimiter=#"], "delimiter", "#"),
         (["--label", "null"], "label", "null"),
         (["--label", "{a: 1}"], "label", "{a: 1}"),
@@ -71,7 +71,7 @@ def test_values_that_cannot_be_are_refused(
 def test_comments_of_a_file_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text("a,b\n1,2\n#3,4\n5,6\n")
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out")]
-    assert command.main([*arguments, "--comment", "#"]) == 0
+    assert command.main([*arguments, "--null", "#"]) == 0
     assert read_columns(tmp_path / "out")["a"] == [1, 5]
 
 

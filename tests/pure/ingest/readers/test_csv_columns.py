@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base
-from ray_app.ingest.readers.csv_columns import ValueNotation, _may_have_leading_zeros
+from ray_app.ingest.readers.csv_columns import _may_have_leading_zeros
 from tests.support.ingest_inputs import ingest_error, read_columns
 
 
@@ -80,9 +79,9 @@ def test_leading_zeros_in_another_file_count(tmp_path: Path) -> None:
     assert read_columns(tmp_path / "out")["v"] == ["1", "01"]
 
 
-def test_a_zero_before_groups_of_digits_or_a_decimal_comma(tmp_path: Path) -> None:
-    columns, _ = ingest_csv(tmp_path, "a;b;c\n0,5;0.123;0\n1,5;1.234;00,5\n", decimal=",", thousands=".")
-    assert columns == {"row_id": ["f.csv:2", "f.csv:3"], "a": [0.5, 1.5], "b": ["0.123", "1.234"], "c": ["0", "00,5"]}
+def test_a_zero_before_a_decimal_comma(tmp_path: Path) -> None:
+    columns, _ = ingest_csv(tmp_path, "a;c\n0,5;0\n1,5;00,5\n", decimal=",")
+    assert columns == {"row_id": ["f.csv:2", "f.csv:3"], "a": [0.5, 1.5], "c": ["0", "00,5"]}
 
 
 def test_infinite_numbers_are_read_beside_decimal_commas(tmp_path: Path) -> None:
@@ -95,9 +94,9 @@ def test_candidates_of_leading_zeros_are_those_of_a_slice() -> None:
     for first in range(len(values)):
         expected = [False, False, True, False, False, False, True, False][first:]
         # "x" may be preceded by anything that is no digit, but has one character alone.
-        assert _may_have_leading_zeros(values[first:], ValueNotation()).tolist() == expected
-    assert not np.any(_may_have_leading_zeros(pa.array([None], pa.string()), ValueNotation()))
-    assert not len(_may_have_leading_zeros(pa.array([], pa.string()), ValueNotation()))
+        assert _may_have_leading_zeros(values[first:], ".").tolist() == expected
+    assert not np.any(_may_have_leading_zeros(pa.array([None], pa.string()), "."))
+    assert not len(_may_have_leading_zeros(pa.array([], pa.string()), "."))
 
 
 @pytest.mark.parametrize("integer", ["123456789012345678", "-9007199254740993"])
@@ -140,21 +139,14 @@ def note_on(tmp_path: Path, values: list[str], **options: Any) -> str:
     ("values", "options", "expected"),
     [
         (["1,5", "2,5"], {}, "'1,5' in f.csv:2. {write}, or give --decimal , where"),
-        (["1,234", "5"], {}, "or give --thousands , or --decimal , where"),
-        (["1.234,5", "5"], {}, "or give --decimal , --thousands . where"),
+        (["1.234,5", "5"], {}, "'1.234,5' in f.csv:2. {write}."),
+        (["12 %", "5"], {}, "'12 %' in f.csv:2. {write}."),
         (
             ["1,5", "1.234"],
             {"decimal": ","},
-            "1 of its 2 values {other}, the first is '1.234' in f.csv:3. {write}, or give --thousands . where",
+            "1 of its 2 values {other}, the first is '1.234' in f.csv:3. Correct them; the options say that numbers"
+            " have the decimal mark ','.",
         ),
-        (
-            ["1,234", "5", "1,23"],
-            {"thousands": ","},
-            "1 of its 3 values {other}, the first is '1,23' in f.csv:4. Correct them; the options say that numbers have"
-            " the decimal mark '.', and ',' between groups",
-        ),
-        (["12 %", "5"], {}, "'12 %' in f.csv:2. {write}."),
-        (["1 234", "5"], {}, "or give --thousands ' ' where"),
     ],
 )
 def test_a_note_on_numbers_in_another_notation_names_the_options(
@@ -169,13 +161,6 @@ def test_a_note_on_numbers_in_json_lines_names_no_option_of_csv(tmp_path: Path) 
     (tmp_path / "f.jsonl").write_text('{"v": "1,5"}\n{"v": "2,5"}\n')
     [note] = ingest(IngestOptions("jsonl", str(tmp_path / "out"), str(tmp_path / "f.jsonl"))).parts[""].notes
     assert note.endswith("Write them with digits and a decimal point alone, as in 1234.5.")
-
-
-@pytest.mark.parametrize("blank", [" ", "\u00a0", "\u202f"])
-def test_blanks_between_groups_of_digits_may_be_those_without_a_line_break(tmp_path: Path, blank: str) -> None:
-    content = f"v;w\n1{blank}234,5;2{blank}000\n-3,5;0\n"
-    columns, notes = ingest_csv(tmp_path, content, thousands=" ", decimal=",", delimiter=";")
-    assert (columns["v"], columns["w"], notes) == ([1234.5, -3.5], [2000, 0], [])
 
 
 def test_a_gap_in_a_label_of_text_names_the_row_and_the_remedy(tmp_path: Path) -> None:
@@ -205,76 +190,6 @@ def test_truth_values_and_numbers_in_one_column_are_text_with_a_note(tmp_path: P
         "column 'v' is text: 2 of its 4 values are true or false, and the others are numbers, the first is '0' in"
         " f.csv:3. Write all of them as true and false, or all as numbers."
     ]
-
-
-@pytest.mark.parametrize("block", [32, 16 << 20])
-def test_columns_of_dates_in_the_named_format_become_timestamps(
-    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", block)
-    content = "d,iso,t,void\n31.12.2020,2020-12-31,x,\n,2021-01-01,y,\n 1.2.2021 ,2021-01-02,z,\n"
-    columns, notes = ingest_csv(tmp_path, content, date_format="%d.%m.%Y")
-    assert columns["d"] == [datetime(2020, 12, 31), None, datetime(2021, 2, 1)]
-    assert (columns["iso"], columns["t"]) == (["2020-12-31", "2021-01-01", "2021-01-02"], ["x", "y", "z"])
-    assert (columns["void"], notes) == ([None] * 3, [])
-
-
-def test_dates_in_the_named_format_divide_rows_by_time(tmp_path: Path) -> None:
-    path = write_csv(tmp_path, "d,x\n31.12.2020,1\n01.01.2021,2\n30.11.2020,3\n01.12.2020,4\n")
-    options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.25}
-    assert "of csv in another form by --date_format" in ingest_error(tmp_path, "csv", path, **options)
-    ingest(IngestOptions("csv", str(tmp_path / "out"), str(path), date_format="%d.%m.%Y", **options))
-    assert read_columns(tmp_path / "out" / "eval")["x"] == [2]
-
-
-@pytest.mark.parametrize("block", [24, 16 << 20])
-def test_a_value_that_is_not_in_the_named_format_is_noted(
-    tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", block)
-    columns, notes = ingest_csv(tmp_path, "d,t\n31.12.2020,x\n31.02.2020,y\n01.01.2020,z\n", date_format="%d.%m.%Y")
-    assert columns["d"] == ["31.12.2020", "31.02.2020", "01.01.2020"]
-    assert len(notes) == 1
-    assert "column 'd' is text: '31.02.2020' in f.csv:3 is not of the form that --date_format states" in notes[0]
-
-
-def test_dates_with_an_offset_are_stored_in_utc(tmp_path: Path) -> None:
-    columns, _ = ingest_csv(tmp_path, "d\n31.12.2020 23:00 -0200\n", date_format="%d.%m.%Y %H:%M %z")
-    assert columns["d"] == [datetime(2021, 1, 1, 1, tzinfo=UTC)]
-
-
-@pytest.mark.parametrize(
-    ("value", "options"),
-    [
-        ("31.12.2020", "--date_format '%d.%m.%Y'"),
-        ("12/31/2020", "--date_format '%m/%d/%Y'"),
-        ("01/02/2020", "--date_format '%d/%m/%Y' or --date_format '%m/%d/%Y'"),
-        ("31.12.2020 13:45", "--date_format '%d.%m.%Y %H:%M'"),
-    ],
-)
-def test_a_note_names_the_format_of_a_column_that_looks_like_dates(tmp_path: Path, value: str, options: str) -> None:
-    assert note_on(tmp_path, [value, value]) == (
-        f"column 'v' is text, and its first value, {value!r} in f.csv:2, looks like a date. Give {options} if all of"
-        " its values are such dates."
-    )
-
-
-@pytest.mark.parametrize("date_format", ["", "d.m.Y", "%Q", "%"])
-def test_a_format_of_dates_that_cannot_be_read_is_refused(tmp_path: Path, date_format: str) -> None:
-    path = write_csv(tmp_path, "a\n1\n")
-    assert f"date_format is {date_format!r}; allowed is a format of Python's strptime" in ingest_error(
-        tmp_path, "csv", path, date_format=date_format
-    )
-
-
-def test_leading_zeros_count_although_the_values_before_are_dates(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.csv").write_text("c\n01022020\n11022020\n")
-    (tmp_path / "in" / "b.csv").write_text("c\n7\n")
-    options = IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "in"), date_format="%d%m%Y")
-    notes = ingest(options).parts[""].notes
-    assert read_columns(tmp_path / "out")["c"] == ["01022020", "11022020", "7"]
-    assert "'01022020' in a.csv:2" in notes[0]
 
 
 def test_numbers_with_leading_zeros_divide_no_rows_and_say_why(tmp_path: Path) -> None:
