@@ -77,16 +77,10 @@ def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (
-            '[{"a": 1}, {"a": 2}]',
-            "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]' f.jsonl`",
-        ),
+        ('[{"a": 1}, {"a": 2}]', "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]'"),
         ('[\n  {"a": 1},\n  {"a": 2}\n]', "it is one list over several lines"),
         ('[{"a": 1},\n{"a": 2}]', "it is one list over several lines"),
-        (
-            '\ufeff\n{\n  "a": 1\n}',
-            "it is one object over several lines, and not JSON lines: one object a line. Make it with `jq -c '.'",
-        ),
+        ('\ufeff\n{\n  "a": 1\n}', "it is one object over several lines, and not JSON lines: one object a line"),
     ],
 )
 @pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
@@ -111,11 +105,7 @@ def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        (
-            ["1", '"?"', "2"],
-            "the values of 'a' have several types: a number 2 times, first 1 in f.jsonl:1; text 1 times, first \"?\" in"
-            " f.jsonl:2",
-        ),
+        (["1", '"?"', "2"], "the values of 'a' have several types: a number 2 times, first 1 in f.jsonl:1; text 1"),
         (["true", "1", "false"], "true or false 2 times, first true in f.jsonl:1; a number 1 times, first 1"),
         (["[1]", "1", "null"], "lists of a number 1 times, first [1] in f.jsonl:1; a number 1 times"),
         (['{"b": 1}', '{"b": "x"}', "null"], "in f.jsonl:2"),
@@ -267,9 +257,7 @@ def test_a_label_that_is_text_in_one_split_only_is_refused(tmp_path: Path) -> No
     (tmp_path / "in").mkdir()
     write_table(tmp_path / "in", pa.array(["a"]), "parquet", "train")
     write_table(tmp_path / "in", pa.array([0]), "parquet", "test")
-    assert "the label 'c' is text in ['train'], but not in ['test']" in ingest_error(
-        tmp_path, "hf", tmp_path / "in", label="c"
-    )
+    assert "the label 'c' is text in ['train'], but not" in ingest_error(tmp_path, "hf", tmp_path / "in", label="c")
 
 
 @pytest.mark.parametrize("missing", [None, float("nan")])
@@ -396,9 +384,7 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(
 def test_train_and_test_labels_of_different_types_are_refused(tmp_path: Path) -> None:
     x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
     np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
-    assert "the arrays to train on and to test on differ in type or in axes" in ingest_error(
-        tmp_path, "numpy", tmp_path / "d.npz"
-    )
+    assert "the arrays to train on and to test on differ in" in ingest_error(tmp_path, "numpy", tmp_path / "d.npz")
 
 
 @pytest.mark.parametrize(
@@ -589,11 +575,7 @@ def test_columns_of_inner_objects_have_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "options", "expected"),
     [
-        (
-            '{"a": {"b": 1}}',
-            {},
-            "key 'a' holds objects; allowed are numbers, text, truth values",
-        ),
+        ('{"a": {"b": 1}}', {}, "key 'a' holds objects; allowed are numbers, text, truth values"),
         ('{"a": {"b": 1}, "a.b": 2}', {"flatten": True}, "the key 'a.b' is there twice"),
         ('{"a": {"b": 1, "b": 2}}', {"flatten": True}, "the key 'b' is there twice"),
         ('{"a": {"b": 1}}\n{"a": {"b": NaN}}', {"flatten": True}, "'a.b' holds NaN; write null"),

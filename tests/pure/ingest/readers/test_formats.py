@@ -78,31 +78,6 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
     assert part.columns["count"]["dtype"] == "int64"
 
 
-def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
-    columns = {
-        "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
-        "long": ["12345678901234567890", "12345678901234567891", "-7"],
-        "mixed": ["12345678901234567891", "0.5", "NA"],
-        "exact": ["100000000000000000000", "0.5", "1e300"],
-    }
-    rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
-    (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
-    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    output = read_columns(tmp_path / "out")
-    assert output["unsigned"] == [int(value) for value in columns["unsigned"]]
-    assert (output["long"], output["mixed"]) == (columns["long"], columns["mixed"])
-    assert output["exact"] == [1e20, 0.5, 1e300]
-    types = [column["type"] for column in summary.parts[""].columns.values()]
-    assert types == ["string", "uint64", "string", "string", "double"]
-
-
-def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
-    (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
-    ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    columns = read_columns(tmp_path / "out")
-    assert (columns["a"], columns[" b"], columns[" c"]) == ([1, None], [True, False], [2, None])
-
-
 @pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
 def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)

@@ -290,11 +290,7 @@ def test_webdataset_tars_are_read(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize(
     ("bad", "options", "reason"),
     [
-        (
-            {"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20},
-            {},
-            "label 99999999999999999999; expected an integer of 64 bits",
-        ),
+        ({"b.npy": npy(np.ones(2)), "b.cls": b"9" * 20}, {}, "label 99999999999999999999; expected an integer of"),
         ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": null}'}, {"label": "y"}, "no label, or none of the classes"),
         ({"b.npy": npy(np.ones(2)), "b.json": b'{"y": %s' % DEEP}, {}, "maximum recursion depth exceeded"),
         (
@@ -339,26 +335,14 @@ def test_braces_expand_as_the_shell_does() -> None:
         ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
         ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: .cls holds 'one'; expected an integer"),
         ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
-        (
-            {"0.png": png(0), "0.cls": b"1", "1.png": png(1)},
-            {},
-            "row x.tar:1: the members are ['png'], of the first row ['cls', 'png']",
-        ),
-        (
-            {"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))},
-            {},
-            "row x.tar:1: .npy is float64 (3,), in the first row",
-        ),
+        ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the"),
+        ({"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))}, {}, "row x.tar:1: .npy is float64 (3,), in the"),
         ({"0.npy": npy(np.ones((2, 0)))}, {}, ".npy holds no array of numbers"),
         ({"0.npy": npy(np.array([{}], dtype=object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
         ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left in file"),
         ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
         ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
-        (
-            {"0.png": png(0), "0.json": b"{}"},
-            {"label": "kind"},
-            "no key 'kind'",
-        ),
+        ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "no key 'kind'"),
         ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "--label 'kind' is for rows with a .json"),
         ({"plain": b"x"}, {}, "no member in these tar files"),
     ],
@@ -547,9 +531,7 @@ def test_incomplete_hugging_face_folders_are_refused(tmp_path: Path) -> None:
     file.write_bytes(data[:3000])
     assert "The file is damaged or of another format" in ingest_error(tmp_path, "hf", folder)
     file.unlink()
-    assert "state.json names 'data-00000-of-00001.arrow', which is not in this folder" in ingest_error(
-        tmp_path, "hf", folder
-    )
+    assert "state.json names 'data-00000-of-00001.arrow', which is not in" in ingest_error(tmp_path, "hf", folder)
     (folder / "state.json").unlink()
     assert "nothing of Hugging Face datasets" in ingest_error(tmp_path, "hf", folder)
 
@@ -608,17 +590,9 @@ def test_missing_and_duplicate_numbered_files_are_refused(tmp_path: Path, suffix
     [
         (pa.array([1], pa.int32()), pa.array([1], pa.int64()), "int64"),
         (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), "int64"),
-        (
-            pa.array([[1]]),
-            pa.array([1]),
-            "column 'a' holds int64, and lists of numbers in the first file. Save it again",
-        ),
+        (pa.array([[1]]), pa.array([1]), "column 'a' holds int64, and lists of numbers in the first file. Save it"),
         (pa.array([[], []], pa.list_(pa.list_(pa.int8()))), pa.array([1]), "column 'a' has no value at all"),
-        (
-            pa.array([[1]]),
-            pa.array([["x"]]),
-            "column 'a' holds list<element: string>, and lists of numbers in the first file",
-        ),
+        (pa.array([[1]]), pa.array([["x"]]), "column 'a' holds list<element: string>, and lists of numbers in the"),
     ],
 )
 def test_files_of_one_split_with_different_types_are_refused(
