@@ -13,7 +13,7 @@ import pytest
 from ray_app import ingest_files, ingest_table
 from ray_app.errors import DataError
 from ray_app.ingest.readers import base, converter
-from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
+from tests.support.ingest_inputs import ingest_and_read, read_columns
 from tests.support.ingest_rows import write_rows
 
 TAGS = [["y", "x"], [], ["2020-01-01"], ["x", "x"]]
@@ -67,11 +67,3 @@ def test_a_second_file_with_another_type_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"tags": [[1]]}), tmp_path / "in" / "part-1.parquet")
     with pytest.raises(DataError, match=r"part-1\.parquet: column 'tags' holds list<.*> in the first file"):
         ingest_files(str(tmp_path / "out"), "hf", str(tmp_path / "in"), label="tags")
-
-
-def test_lines_that_each_have_another_key_are_refused_before_they_fill_the_memory(tmp_path: Path) -> None:
-    lines = [json.dumps({f"user{number}": 1}) for number in range(20_000)]
-    (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    message = ingest_error(tmp_path, "jsonl", tmp_path / "in.jsonl")
-    assert "20,000 lines from in.jsonl:1 on have about 20,000 different keys, such as ['user" in message
-    assert "allowed are 5,000 for so many lines" in message

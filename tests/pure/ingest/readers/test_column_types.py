@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
-import io
 import json
 import uuid
 from pathlib import Path
@@ -17,126 +16,16 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image
 
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import DataError
 from ray_app.ingest.in_memory import ingest_arrays
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.tabular import TabularClassification
-from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns, write_tar
+from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 from tests.support.ingest_rows import write_rows
 
 SUFFIXES = ("arrow", "parquet")
-
-
-def write_jsonl(tmp_path: Path, *rows: str | bytes) -> Path:
-    path = tmp_path / "f.jsonl"
-    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else row.encode() for row in rows))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        ('{"t": "café"}'.encode("latin-1"), "not UTF-8: byte 11 of the line is 0xe9; save the file as UTF-8"),
-        ('{"t": ["café"]}'.encode("latin-1"), "not UTF-8: byte 12"),
-        ('{"café": "x"}'.encode("latin-1"), "not UTF-8: byte 6"),
-        ('{"t": NaN}', "not JSON: 't' holds NaN; write null where a value is missing"),
-        ('{"t": Infinity}', "not JSON: 't' holds Infinity; write null"),
-        ('{"t": -Infinity}', "not JSON: 't' holds -Infinity; write null"),
-        ('{"t": [1, NaN]}', "not JSON: 't' holds NaN; write null"),
-        ('{"t": Inf}', "not JSON: Expecting value"),
-        ('{"t": [1, "x"]}', "'t' holds lists of a number and text; the values of a list need one type"),
-        ('{"t": 1, "t": 2}', "the key 't' is there twice; write each key once"),
-        ("{'t': 1}", "not JSON: Expecting property name enclosed in double quotes"),
-        ('"text"', "a JSON str where an object is expected"),
-        ("3", "a JSON int where an object is expected"),
-        ("null", "a JSON NoneType where an object is expected"),
-        ("true", "a JSON bool where an object is expected"),
-    ],
-)
-@pytest.mark.parametrize("options", [{}, {"label": "y"}], ids=["", "label"])
-def test_an_invalid_json_line_is_a_bad_row_with_a_reason(
-    tmp_path: Path, bad: str | bytes, reason: str, options: dict[str, Any]
-) -> None:
-    good = '{"y": "a", "t": %s}' % (
-        "[1, 2]" if b"[1" in bytes(str(bad), "utf8") else '"u"' if b"caf" in bytes(str(bad), "utf8") else "2"
-    )
-    path = write_jsonl(tmp_path, good, "", bad, good)
-    message = ingest_error(tmp_path, "jsonl", path, **options)
-    assert f"row f.jsonl:3: {reason}" in message
-    columns = ingest_and_read(tmp_path, "jsonl", path, on_bad_row="skip", **options)
-    assert columns["row_id"] == ["f.jsonl:1", "f.jsonl:4"]
-    [refused] = (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()
-    assert reason in json.loads(refused)["reason"]
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('[{"a": 1}, {"a": 2}]', "it is one list, and not JSON lines: one object a line. Make it with `jq -c '.[]'"),
-        ('[\n  {"a": 1},\n  {"a": 2}\n]', "it is one list over several lines"),
-        ('[{"a": 1},\n{"a": 2}]', "it is one list over several lines"),
-        ('\ufeff\n{\n  "a": 1\n}', "it is one object over several lines, and not JSON lines: one object a line"),
-    ],
-)
-@pytest.mark.parametrize("on_bad_row", ["fail", "skip"])
-def test_json_that_is_not_json_lines_is_refused_with_a_remedy(
-    tmp_path: Path, content: str, expected: str, on_bad_row: str
-) -> None:
-    assert expected in ingest_error(tmp_path, "jsonl", write_jsonl(tmp_path, content), on_bad_row=on_bad_row)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
-def test_json_lines_that_are_not_utf8_are_refused(tmp_path: Path, encoding: str) -> None:
-    assert "and not UTF-8" in ingest_error(
-        tmp_path, "jsonl", write_jsonl(tmp_path, '{"a": 1}\n'.encode(encoding)), on_bad_row="skip"
-    )
-
-
-def test_a_byte_order_mark_and_blank_lines_are_ignored(tmp_path: Path) -> None:
-    columns = ingest_and_read(tmp_path, "jsonl", write_jsonl(tmp_path, '\ufeff{"a": 1}', "", "  ", '{"a": 2}\r', ""))
-    assert columns == {"row_id": ["f.jsonl:1", "f.jsonl:4"], "a": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (["1", '"?"', "2"], "the values of 'a' have several types: a number 2 times, first 1 in f.jsonl:1; text 1"),
-        (["true", "1", "false"], "true or false 2 times, first true in f.jsonl:1; a number 1 times, first 1"),
-        (["[1]", "1", "null"], "lists of a number 1 times, first [1] in f.jsonl:1; a number 1 times"),
-        (['{"b": 1}', '{"b": "x"}', "null"], "in f.jsonl:2"),
-    ],
-)
-def test_a_json_key_with_several_types_is_refused_with_line_numbers(
-    tmp_path: Path, values: list[str], expected: str
-) -> None:
-    message = ingest_error(
-        tmp_path, "jsonl", write_jsonl(tmp_path, *(f'{{"a": {value}}}' for value in values)), on_bad_row="skip"
-    )
-    assert expected in message
-    assert "leave the key out by --columns" in message
-
-
-@pytest.mark.parametrize("split_bytes", [1, 1 << 20])
-def test_a_json_key_with_several_types_is_refused_with_file_names(tmp_path: Path, split_bytes: int) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text('{"b": 1, "a": null}\n{"a": 1}\n')
-    (tmp_path / "in" / "b.jsonl").write_text('{"b": 1.5}\n{"a": "?"}\n')
-    message = ingest_error(tmp_path, "jsonl", tmp_path / "in", split_bytes=split_bytes)
-    assert "the values of 'a' have several types" in message
-    assert 'first 1 in a.jsonl:2; text 1 times, first "?" in b.jsonl:2' in message
-
-
-def test_a_json_key_that_is_left_out_may_have_values_of_any_type(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, '{"a": 1, "b": "x", "n": NaN}', '{"a": 2, "b": 7, "n": 1}')
-    assert ingest_and_read(tmp_path, "jsonl", path, columns=["a"]) == {
-        "row_id": ["f.jsonl:1", "f.jsonl:2"],
-        "a": [1, 2],
-    }
 
 
 def write_table(tmp_path: Path, column: pa.Array, end: str, name: str = "t", **more: Any) -> Path:
@@ -410,93 +299,6 @@ def test_masked_arrays_without_a_masked_value_are_arrays(tmp_path: Path) -> None
     np.testing.assert_array_equal(read_columns(tmp_path / "out")["features"], [[1, 2], [3, 4]])
 
 
-def png(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((4, 4, 3), value, np.uint8)).save(file, "png")
-    return file.getvalue()
-
-
-def write_extra_members(path: Path, rows: int = 4) -> Path:
-    """Writes rows of which some members become no column."""
-    members = {}
-    for i in range(rows):
-        members |= {
-            f"{i}.png": png(i),
-            f"{i}.cls": b"%d" % (i % 2),
-            f"{i}.wnid": b"n01",
-            f"{i}.xml": b"<a/>",
-            f"{i}.json": b'{"k": 5}',
-        }
-    write_tar(path, members)
-    return path
-
-
-def test_unused_webdataset_members_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    message = ingest_error(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"))
-    assert "the first row has the members ['.wnid', '.xml'], of which no column is made" in message
-    assert "--columns '[image, json, label]'" in message
-
-
-@pytest.mark.parametrize(
-    ("columns", "label", "expected"),
-    [
-        (["image", "label"], None, ["image", "label"]),
-        (["image"], None, ["image", "label"]),
-        (["json"], None, ["label", "json"]),
-        (["image"], "k", ["image", "label"]),
-        (["image", "label"], "k", ["image", "label"]),
-        (["image", "json"], "k", ["image", "json", "label"]),
-    ],
-)
-def test_the_columns_option_leaves_out_webdataset_members(
-    tmp_path: Path, columns: list[str], label: str | None, expected: list[str]
-) -> None:
-    output = ingest_and_read(
-        tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns, label=label
-    )
-    assert sorted(output) == sorted(["row_id", *expected])
-    assert output["label"] == ([5] * 4 if label else [0, 1, 0, 1])
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"), [(["text"], "no member for the column 'text'"), (["wnid"], "for the column 'wnid'")]
-)
-def test_columns_that_a_webdataset_does_not_have_are_refused(tmp_path: Path, columns: list[str], expected: str) -> None:
-    message = ingest_error(tmp_path, "webdataset", write_extra_members(tmp_path / "x.tar"), columns=columns)
-    assert expected in message
-    assert "its columns are ['image', 'json', 'label']" in message
-
-
-def test_rows_may_differ_in_members_that_are_left_out(tmp_path: Path) -> None:
-    members = {"0.txt": b"a", "0.cls": b"0", "0.xml": b"x", "1.txt": b"b", "1.cls": b"1", "2.txt": b"c", "2.xml": b"y"}
-    write_tar(tmp_path / "x.tar", members)
-    assert "row x.tar:2: the members are ['txt']" in ingest_error(
-        tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"]
-    )
-    output = ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"], on_bad_row="skip")
-    assert (output["text"], output["label"]) == (["a", "b"], [0, 1])
-
-
-def test_the_row_size_limit_ignores_members_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_app.ingest.readers.webdataset.MAX_ROW_BYTES", 100)
-    write_tar(tmp_path / "x.tar", {"0.txt": b"a", "0.mp4": bytes(1000)})
-    assert ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["text"])["text"] == ["a"]
-
-
-def test_ingesting_other_columns_into_the_same_folder_is_refused(tmp_path: Path) -> None:
-    write_extra_members(tmp_path / "x.tar")
-    images = ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["image"])
-    with pytest.raises(ConfigError, match=r"columns \['image'\], now \['json'\]"):
-        ingest_and_read(tmp_path, "webdataset", tmp_path / "x.tar", columns=["json"])
-    assert read_columns(tmp_path / "out") == images, "the refused ingest changed the data"
-
-
-@pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
-def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
-    message = ingest_error(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
-    assert "{0..999999999999} stands for more than 1000000 names" in message
-
-
 @pytest.mark.parametrize("end", SUFFIXES)
 @pytest.mark.parametrize("index", ["customer", None])
 def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, index: str | None) -> None:
@@ -521,72 +323,6 @@ def test_the_index_of_a_pandas_table_stays_an_index(tmp_path: Path, end: str, in
 def test_invalid_pandas_metadata_names_no_index(tmp_path: Path, pandas: bytes) -> None:
     pq.write_table(pa.table({"x": [1.0]}).replace_schema_metadata({b"pandas": pandas}), tmp_path / "a.parquet")
     assert open_dataset(str(tmp_path)).facts.index_columns == ()
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns an object with the keys of inner objects as `a.b`."""
-    items: dict[str, Any] = {}
-    for name, item in value.items():
-        items |= flat(item, f"{prefix}{name}.") if isinstance(item, dict) else {f"{prefix}{name}": item}
-    return items
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON_VALUES, max_size=3), min_size=1, max_size=6))
-def test_inner_objects_are_read_as_a_file_that_has_none(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
-) -> None:
-    folder, results = tmp_path_factory.mktemp("json"), []
-    for name, lines in (("nested", rows), ("flat", [flat(row) for row in rows])):
-        (folder / name).mkdir()
-        path = write_jsonl(folder / name, *(json.dumps({"id": 1, **line}) for line in lines))
-        options = IngestOptions("jsonl", str(folder / name / "out"), str(path), flatten=True)
-        try:
-            ingest(options)
-            results.append(str(read_columns(folder / name / "out")))
-        except DataError as error:
-            results.append(str(error).replace(str(folder / name), ""))
-    assert results[0] == results[1]
-
-
-def test_an_inner_object_may_be_null(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path, '{"a": {"b": 1}, "y": 0}', '{"a": null, "y": 1}', '{"a": {}, "y": 2}')
-    columns = ingest_and_read(tmp_path, "jsonl", path, flatten=True)
-    assert (columns["a.b"], columns["y"]) == ([1, None, None], [0, 1, 2])
-
-
-def test_columns_of_inner_objects_have_their_names(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path,
-        '{"a": {"b": 1, "c": {"d": "x"}}, "y": {"k": "u"}}',
-        '{"a": {"c": {"d": "z"}, "b": 2}, "y": {"k": "v"}}',
-    )
-    columns = ingest_and_read(tmp_path, "jsonl", path, flatten=True, label="y.k", rename={"a.b": "x"})
-    assert columns == {"row_id": ["f.jsonl:1", "f.jsonl:2"], "x": [1, 2], "a.c.d": ["x", "z"], "label": [0, 1]}
-
-
-@pytest.mark.parametrize(
-    ("line", "options", "expected"),
-    [
-        ('{"a": {"b": 1}}', {}, "key 'a' holds objects; allowed are numbers, text, truth values"),
-        ('{"a": {"b": 1}, "a.b": 2}', {"flatten": True}, "the key 'a.b' is there twice"),
-        ('{"a": {"b": 1, "b": 2}}', {"flatten": True}, "the key 'b' is there twice"),
-        ('{"a": {"b": 1}}\n{"a": {"b": NaN}}', {"flatten": True}, "'a.b' holds NaN; write null"),
-        ('{"a": [{"b": 1}]}', {"flatten": True}, "key 'a' holds lists that are not of numbers"),
-        ('{"a": {"b": 1}', {"flatten": True}, "not JSON"),
-    ],
-)
-def test_inner_objects_that_are_no_columns_are_refused(
-    tmp_path: Path, line: str, options: dict[str, Any], expected: str
-) -> None:
-    assert expected in ingest_error(tmp_path, "jsonl", write_jsonl(tmp_path, line), **options)
 
 
 def test_class_labels_of_hugging_face_keep_their_order(tmp_path: Path) -> None:
