@@ -10,7 +10,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset
@@ -18,8 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.data.dataset import open_dataset
-from ray_app.errors import DataError
-from ray_app.ingest.in_memory import ingest_arrays
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
@@ -199,104 +196,6 @@ def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
         max_rows_per_group=50,
     )
     assert ingest_and_read(tmp_path, "hf", tmp_path / "in")["x"] == list(range(100))
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
-@pytest.mark.parametrize("name", ["y", "label"])
-def test_labels_of_shape_n_by_1_are_labels(tmp_path: Path, dtype: str, name: str) -> None:
-    y = np.array([[1], [0], [1]], dtype)
-    np.savez(tmp_path / "d.npz", x=np.zeros((3, 4, 4, 3), np.uint8), **{name: y})
-    assert ingest_and_read(tmp_path, "numpy", tmp_path / "d.npz")["label"] == [1, 0, 1]
-
-
-def test_labels_in_the_layout_of_keras_are_labels(tmp_path: Path) -> None:
-    x, y = np.zeros((20, 8, 8, 3), np.uint8), (np.arange(20, dtype=np.uint8) % 3)[:, None]
-    ingest_arrays(str(tmp_path / "out"), x_train=x, y_train=y, x_test=x[:5], y_test=y[:5], eval_fraction=0)
-    assert read_columns(tmp_path / "out" / "train")["label"] == y[:, 0].tolist()
-    assert read_columns(tmp_path / "out" / "test")["label"] == y[:5, 0].tolist()
-
-
-def test_targets_of_shape_n_by_1_are_scalars(tmp_path: Path) -> None:
-    np.savez(tmp_path / "d.npz", x=np.zeros((3, 4)), y=np.array([[0.5], [1.5], [2.25]]))
-    assert ingest_and_read(tmp_path, "numpy", tmp_path / "d.npz")["target"] == [0.5, 1.5, 2.25]
-
-
-def test_targets_that_are_integral_floats_are_noted(tmp_path: Path) -> None:
-    np.savez(tmp_path / "d.npz", x=np.zeros((6, 4)), y=np.array([0.0, 1, 2, 0, 1, 2]))
-    summary = ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
-    [note] = summary.parts[""].notes
-    assert "d.npz:y holds float64 and becomes `target`, although all its values are whole numbers" in note
-    assert "y.astype(int)" in note
-
-
-def test_one_hot_labels_are_refused_unless_named_target(tmp_path: Path) -> None:
-    one_hot = np.eye(3)[[0, 2, 1, 0]]
-    np.savez(tmp_path / "d.npz", x=np.zeros((4, 4)), y=one_hot)
-    message = ingest_error(tmp_path, "numpy", tmp_path / "d.npz")
-    assert "d.npz:y: y has the shape (4, 3) and one 1 in each row" in message
-    assert "save y.argmax(axis=1) as y" in message
-    np.savez(tmp_path / "e.npz", x=np.zeros((4, 4)), target=one_hot)
-    np.testing.assert_array_equal(ingest_and_read(tmp_path, "numpy", tmp_path / "e.npz")["target"], one_hot)
-
-
-@pytest.mark.parametrize(
-    ("y", "expected"),
-    [
-        (np.array([["a", "b"], ["a", "c"], ["b", "c"]]), "allowed is one text for each row"),
-        (np.array([b"a", b"\xff", b"a"]), "can't decode byte 0xff"),
-        (np.array(["2020-01-01"] * 3, "datetime64[D]"), "convert times to numbers"),
-        (np.array([(1, 2.0)] * 3, [("a", int), ("b", float)]), "save each field as an array of its own"),
-        (np.array([(0, [1, 2])] * 3, [("a", int), ("b", int, 2)]), "save each field as an array of its own"),
-        (np.array([1j, 2, 3]), "allowed are bool, integers and floats"),
-        (np.zeros(3, np.longdouble), "allowed are bool, integers and floats"),
-        (np.array([1, None, "x"], object), "nothing is unpickled"),
-        (np.zeros((3, 0)), "rows of shape (0,) hold nothing"),
-        (np.zeros(()), "one single value"),
-        (np.zeros(2), "arrays of different numbers of rows"),
-    ],
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_arrays_that_cannot_be_used_are_refused_by_name(
-    tmp_path: Path, y: np.ndarray, expected: str, packed: bool
-) -> None:
-    if packed:
-        np.savez(tmp_path / "in.npz", x=np.zeros((3, 2)), y=y)
-    else:
-        (tmp_path / "in").mkdir()
-        np.save(tmp_path / "in" / "x.npy", np.zeros((3, 2)))
-        np.save(tmp_path / "in" / "y.npy", y)
-    message = ingest_error(tmp_path, "numpy", tmp_path / ("in.npz" if packed else "in"))
-    assert expected in message
-    assert ("in.npz:y" if packed else "y.npy") in message
-
-
-def test_train_and_test_labels_of_different_types_are_refused(tmp_path: Path) -> None:
-    x, y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
-    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x, y_test=y / 2)
-    assert "the arrays to train on and to test on differ in" in ingest_error(tmp_path, "numpy", tmp_path / "d.npz")
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (np.ma.masked_array([1, 2, 3], [False, True, False]), "1 values are masked"),
-        (np.array([1, None], object), "an array of object"),
-        ([1, None], "an array of object"),
-        (["a", "b"], "an array of <U1"),
-        ([[1, 2], [3]], "all of one shape"),
-        (np.array(["2020-01-01", "NaT"], "datetime64[D]"), "an array of datetime64[D]"),
-    ],
-)
-def test_ingest_arrays_refuses_values_that_would_be_lost(tmp_path: Path, values: Any, expected: str) -> None:
-    with pytest.raises(DataError, match=r"^x: ") as caught:
-        ingest_arrays(str(tmp_path / "out"), x=values)
-    assert expected in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
-def test_masked_arrays_without_a_masked_value_are_arrays(tmp_path: Path) -> None:
-    ingest_arrays(str(tmp_path / "out"), x=np.ma.masked_array([[1, 2], [3, 4]], False), y=np.array([0, 1]))
-    np.testing.assert_array_equal(read_columns(tmp_path / "out")["features"], [[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize("end", SUFFIXES)

@@ -6,8 +6,6 @@ import gzip
 import hashlib
 import io
 import shutil
-import struct
-import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import base as raw
 from ray_app.task.image import ImageClassification
-from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images
+from tests.support.ingest_inputs import read_columns, write_images
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -78,86 +76,6 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
     assert part.columns["count"]["dtype"] == "int64"
 
 
-@pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
-def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)
-    x, y = RNG.random((50, 6, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
-    if packed == "npy":
-        np.save(tmp_path / "x.npy", x)
-        np.save(tmp_path / "y.npy", y)
-    else:
-        (np.savez if packed == "npz" else np.savez_compressed)(tmp_path / "d.npz", x=x, y=y)
-    source = tmp_path if packed == "npy" else tmp_path / "d.npz"
-    ingest(IngestOptions("numpy", str(tmp_path.parent / f"out-{packed}"), str(source)))
-    columns = read_columns(tmp_path.parent / f"out-{packed}")
-    assert columns["image"].dtype == np.dtype("=f4")
-    np.testing.assert_array_equal(columns["image"], x)
-    assert columns["label"] == y.tolist()
-    assert columns["row_id"] == [str(i) for i in range(50)]
-
-
-def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) -> None:
-    values = {"x": RNG.random((5, 3)), "y": np.arange(5) / 2, "extra": np.array([True, False, True, True, False])}
-    np.savez(tmp_path / "d.npz", **values)
-    ingest(IngestOptions("numpy", str(tmp_path / "a"), str(tmp_path / "d.npz")))
-    assert list(read_columns(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
-    ingest(IngestOptions("numpy", str(tmp_path / "b"), str(tmp_path / "d.npz"), rename={"extra": "label"}))
-    columns = read_columns(tmp_path / "b")
-    assert columns["label"] == [1, 0, 1, 1, 0]
-    assert columns["target"] == values["y"].tolist()
-    np.testing.assert_array_equal(columns["features"], values["x"])
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
-    write_idx(tmp_path / "in", "train", 25, packed)
-    write_idx(tmp_path / "in", "t10k", 7, packed)
-    summary = ingest(
-        IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4, eval_fraction=0)
-    )
-    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
-    data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
-    columns = read_columns(tmp_path / "out" / "train")
-    assert columns["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
-    assert (columns["image"].shape, columns["image"].dtype) == ((25, 28, 28), np.uint8)
-    assert columns["label"] == [i % 10 for i in range(25)]
-    assert read_columns(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
-
-
-@pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx"])
-def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path: Path, kind: str) -> None:
-    folder, out = tmp_path / "in", tmp_path / "out"
-    path = folder / kind if kind == "mnist.npz" else folder
-    source: Any = kind if kind == "idx" else "numpy"
-    arrays = {
-        "x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8),
-        "y_train": np.arange(300, dtype=np.uint8) % 10,
-    }
-    arrays |= {"x_test": arrays["x_train"][:40] ^ 1, "y_test": arrays["y_train"][:40]}
-    if kind == "idx":
-        write_idx(folder, "train", 300, packed=True)
-        write_idx(folder, "t10k", 40, packed=True)
-    elif kind == "mnist.npz":
-        folder.mkdir()
-        np.savez_compressed(path, **arrays)
-    else:
-        folder.mkdir()
-        for name, values in arrays.items():
-            np.save(folder / name, values)
-    summary = ingest(IngestOptions(source, str(out), str(path)))
-    assert list(summary.parts) == ["train", "test", "eval"]
-    train, test, evaluation = (read_columns(out / part) for part in summary.parts)
-    assert 15 < len(evaluation["label"]) < 45, "the evaluation part should have about 30 of 300 rows"
-    assert len({*train["row_id"], *evaluation["row_id"]}) == 300 == len(train["row_id"]) + len(evaluation["row_id"])
-    assert len(test["label"]) == 40
-    if source == "numpy":
-        for part, columns in (("train", train), ("train", evaluation), ("test", test)):
-            rows = [int(row_id.removeprefix(f"{part}:")) for row_id in columns["row_id"]]
-            np.testing.assert_array_equal(columns["image"], arrays[f"x_{part}"][rows])
-            assert columns["label"] == arrays[f"y_{part}"][rows].tolist()
-    assert ingest(IngestOptions(source, str(out), str(path))).reused
-
-
 def test_digits_without_a_fraction_to_hold_out_are_one_data_set(tmp_path: Path) -> None:
     summary = ingest(IngestOptions("digits", str(tmp_path / "out"), eval_fraction=0.0))
     assert {name: part.rows for name, part in summary.parts.items()} == {"train": 1797}
@@ -206,106 +124,6 @@ def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[st
     for i, data in enumerate(files):
         (tmp_path / "in" / f"{i}.csv").write_bytes(data)
     assert_refused(tmp_path, expected, source="csv", input=str(tmp_path / "in"), **options)
-
-
-@pytest.mark.parametrize(
-    ("write_options", "change", "expected"),
-    [
-        ({"magic": 2052}, None, ["train-images", "00000804", "expected 00000803"]),
-        ({"labels": 4}, None, ["train-images-idx3-ubyte': 5", "train-labels-idx1-ubyte': 4"]),
-        ({}, lambda images, labels: labels.unlink(), ["train-labels-idx1-ubyte[.gz] is missing"]),
-        ({}, lambda images, labels: images.write_bytes(images.read_bytes()[:-1]), ["ends before row 5 of 5"]),
-        ({}, lambda images, labels: images.write_bytes(images.read_bytes() + b"x"), ["goes on after the last of 5"]),
-        ({}, lambda images, labels: images.write_bytes(b"\0"), ["train-images", "expected 00000803"]),
-        (
-            {},
-            lambda images, labels: [images.unlink(), labels.unlink()],
-            ["no IDX files", "train-images-idx3-ubyte[.gz]", "t10k"],
-        ),
-    ],
-)
-def test_bad_idx_is_refused(tmp_path: Path, write_options: dict[str, int], change: Any, expected: list[str]) -> None:
-    write_idx(tmp_path / "in", "train", 5, False, **write_options)
-    if change:
-        change(tmp_path / "in" / "train-images-idx3-ubyte", tmp_path / "in" / "train-labels-idx1-ubyte")
-    assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
-
-
-def test_a_damaged_idx_gzip_is_refused(tmp_path: Path) -> None:
-    write_idx(tmp_path / "in", "train", 5, True)
-    images = tmp_path / "in" / "train-images-idx3-ubyte.gz"
-    images.write_bytes(images.read_bytes()[:-20])
-    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
-
-
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        ({"x": np.zeros((3, 2)), "y": np.arange(2)}, ["d.npz:x': 3", "d.npz:y': 2"]),
-        ({"x": np.array([{}, []], dtype=object)}, ["d.npz:x", "object", "nothing is unpickled"]),
-        ({"x": np.zeros((3, 2)), "y": np.array([1j, 2, 3])}, ["d.npz:y", "complex128", "bool, integers and floats"]),
-        ({"x": np.zeros(2), "y": np.array(["a", ""])}, ["has an empty text as label"]),
-        ({"x": np.float64(3)}, ["one single value"]),
-        ({"x": np.zeros((0, 2))}, ["no rows"]),
-        ({"label": np.arange(3) / 2}, ["`label` is of type double", "'target'"]),
-        ({"y": np.arange(3), "label": np.arange(3)}, ["['label', 'y']", "become one of ['label']", "Rename"]),
-        (
-            {"x_train": np.zeros(3), "x_test": np.zeros(3), "y_test": np.zeros(3)},
-            ["['x_test', 'x_train', 'y_test']", "those of 'test' must be those to train on"],
-        ),
-        ({}, ["no array in it", "numpy.savez"]),
-        (None, ["d.npz", "not a zip file"]),
-    ],
-)
-def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, expected: list[str]) -> None:
-    path = tmp_path / "in" / "d.npz"
-    path.parent.mkdir()
-    if arrays is None:
-        path.write_bytes(b"hello")
-    else:
-        np.savez(path, **arrays)
-    assert_refused(tmp_path, expected, source="numpy", input=str(path))
-
-
-def npy_header(shape: str) -> bytes:
-    """Returns the header of a .npy file that declares float64 values of a shape."""
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (f"({2**60},)", "ends before row"),
-        (f"(3, {2**60})", "ends before row 1 of 3"),
-        (f"(3, {2**63})", "ends before row 1 of 3"),
-        (f"({2**60}, 0)", "hold nothing"),
-        ("(" + "[" * 50, "cannot be read"),
-    ],
-)
-def test_a_npy_header_that_declares_more_than_its_data_is_refused(
-    tmp_path: Path, packed: bool, shape: str, expected: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    if packed:
-        with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
-            archive.writestr("x.npy", npy_header(shape) + bytes(64))
-    else:
-        (tmp_path / "in" / "x.npy").write_bytes(npy_header(shape) + bytes(64))
-    [source] = (tmp_path / "in").iterdir()
-    assert_refused(
-        tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source)
-    )
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_idx_dimensions_larger_than_the_data_are_refused(tmp_path: Path, packed: bool) -> None:
-    write_idx(tmp_path / "in", "train", 3, packed)
-    data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
-    images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
-    images.write_bytes(gzip.compress(data) if packed else data)
-    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
 
 
 def write_animated_gif(path: Path) -> None:
