@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers import base as raw
+from ray_app.ingest.readers import base
+from ray_app.ingest.shards import Shards
 from ray_app.task.image import ImageClassification
 from tests.support.ingest_inputs import read_columns, write_images
 
@@ -55,7 +58,7 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
 
 def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With blocks of 256 bytes, the first block alone would give the wrong types.
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(base, "BLOCK_BYTES", 256)
     folder = tmp_path / "in"
     folder.mkdir()
     head = "width,kind,note,count\n"
@@ -193,3 +196,28 @@ def test_a_missing_input_is_refused(tmp_path: Path, source: Any) -> None:
         ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "absent")))
     assert str(tmp_path / "absent") in str(caught.value)
     assert "expected" in str(caught.value)
+
+
+def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both, so ingest has to distinguish them."""
+    shards = Shards(tmp_path / "out", "part-", tmp_path / "scratch", (9, 9, 9), None)
+    shards.write(base.make_table(["a"], {"x": np.ones((1, 2, 0))}))
+    with pytest.raises(DataError, match=r"the columns .* cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0"):
+        shards.close()
+
+
+def test_parquet_is_described_and_not_rewritten(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i, rows in enumerate((5, 3)):
+        pq.write_table(
+            pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2
+        )
+    summary = ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
+    part = summary.parts[""]
+    assert (summary.reused, part.rows, part.path) == (True, 8, str(tmp_path / "in"))
+    assert [(s["path"], s["rows"], s["row_groups"]) for s in part.shards] == [("0.parquet", 5, 3), ("1.parquet", 3, 2)]
+    assert part.columns["label"]["type"] == "integer"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.parquet", "1.parquet", "in"]
+    (tmp_path / "in" / "1.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
