@@ -50,7 +50,7 @@ from ray_app.ingest.ids import describe_ids, digest_ids, load_ids, make_id_notes
 from ray_app.ingest.leakage import RowHashes, content_digest, find_leaks, keep_hashes, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import REFUSED, side_folder
-from ray_app.ingest.readers import base, csv_files
+from ray_app.ingest.readers import csv_files, sources
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
 from ray_app.ingest.readers.csv_files import Csv
@@ -157,7 +157,7 @@ LAYOUT = 7
 It increases with every change of these, so that no ingest continues what an older version has begun.
 """
 
-READERS: dict[str, type[base.SourceReader]] = {
+READERS: dict[str, type[sources.SourceReader]] = {
     "images": Images,
     "coco": Coco,
     "voc": Voc,
@@ -176,7 +176,7 @@ _UNCOMPARED = ("input", "out", "append", "new_classes")
 _PARQUET = FormatTraits(has_output=False)
 
 
-def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
+def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> DatasetSummary:
     """Turns raw data into one or more folders of Parquet shards, each with a `_dataset.json`.
 
     Memory is bounded by a row group and a block of the source for each task at a time, not by the data; with
@@ -194,7 +194,6 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     traits = _check_options(options)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
-    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
     if options.append and output.load_existing(out, made_from, is_addition=True):
@@ -227,7 +226,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
 
 
 def _append(
-    reader: base.SourceReader, options: IngestOptions, made_from: dict[str, Any], out: Location, run: base.Run
+    reader: sources.SourceReader, options: IngestOptions, made_from: dict[str, Any], out: Location, run: sources.Run
 ) -> DatasetSummary:
     """Adds the rows of a source to the data sets in a folder; see `ingest`."""
     described = output.load_existing(out, made_from, is_addition=True)
@@ -272,7 +271,7 @@ def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatT
     return formats[options.source]
 
 
-def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
+def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
     """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
 
     Nothing is written. Without `options.out` the paths of the summary are the names of the data sets.
@@ -288,7 +287,6 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     traits = _check_options(options, needs_output=False)
     if not traits.has_output:
         return ingest(options)
-    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader = READERS[options.source](options.input or "", options)
     parts = reader.parts(run)
     options = _for_tasks(options, reader, parts)
@@ -303,14 +301,14 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     return _summary(options.out, described, reused=True)
 
 
-def _for_tasks(options: IngestOptions, reader: base.SourceReader, parts: Sequence[base.Part]) -> IngestOptions:
+def _for_tasks(options: IngestOptions, reader: sources.SourceReader, parts: Sequence[sources.Part]) -> IngestOptions:
     """Returns the options with the part of the rows to hold out, and without what the reader does itself."""
     held_out = reader.held_out([part.name for part in parts])
     return replace(options, eval_fraction=held_out, drop=reader.columns_to_drop())
 
 
 def _preview_part(
-    part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
+    part: sources.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
     refusals, texts = Refusals(options), TextColumns(options.decimal)
@@ -348,7 +346,7 @@ def _preview_part(
 
 
 def _first_rows(
-    tasks: Sequence[InputSplitTask], max_rows: int, refuse: base.Refuse
+    tasks: Sequence[InputSplitTask], max_rows: int, refuse: sources.Refuse
 ) -> Iterator[tuple[Divider, pa.Table]]:
     """Yields the first rows of a part as they would be stored, with what divides those of their input split."""
     num_rows = 0
@@ -409,7 +407,7 @@ def _path(out: str, side: str) -> str:
     return str(side_folder(to_location(out), side)) if side else out
 
 
-def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, Any]:
+def _made_from(options: IngestOptions, reader: sources.SourceReader) -> dict[str, Any]:
     """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
     chosen = {name: value for name, value in asdict(options).items() if name not in _UNCOMPARED}
     if reader.traits.has_named_parts:
@@ -434,12 +432,12 @@ def _relative_name(file: Location, options: IngestOptions) -> str:
 
 
 def _write_all(
-    parts: list[base.Part],
+    parts: list[sources.Part],
     sides: dict[str, tuple[str, ...]],
     options: IngestOptions,
     made_from: dict[str, Any],
     folder: Location,
-    run: base.Run,
+    run: sources.Run,
     addition: Addition | None = None,
     described: Descriptions | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -486,14 +484,18 @@ def _write_all(
             description |= describe_addition(before, facts, made_from, delivery)
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
-        shards = {shard["path"] for shard in facts["shards"]}
-        files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
-        kept_footers = load_footers(target) if addition else None
-        read_footers(target, files_written, kept_footers, trusted=True).put(target)
+        _put_footers(target, facts["shards"], addition is not None)
         if options.tokenizer:
             put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         descriptions[side] = description
     return descriptions
+
+
+def _put_footers(target: Location, shards: list[dict[str, Any]], is_addition: bool) -> None:
+    """Writes what is kept of the footers of the shards beside them."""
+    paths = {shard["path"] for shard in shards}
+    files = [file for file in files_below(target, ".parquet") if relative_path(file, target) in paths]
+    read_footers(target, files, load_footers(target) if is_addition else None, trusted=True).put(target)
 
 
 def _decimal_mark(options: IngestOptions) -> str | None:
@@ -501,7 +503,7 @@ def _decimal_mark(options: IngestOptions) -> str | None:
     return options.decimal if "decimal" in READERS[options.source].traits.options else None
 
 
-def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:
+def _index_columns(part: sources.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:
     """Returns the columns that no task uses unless it names them: those that number the rows, and the group."""
     names = [*part.index_columns, *([options.group] if options.group else [])]
     return [name for name in (options.rename.get(name, name) for name in names) if name in columns]
@@ -520,10 +522,10 @@ class _Written:
 
 def _write_input_splits(
     tasks: list[InputSplitTask],
-    parts: list[base.Part],
+    parts: list[sources.Part],
     sides: dict[str, tuple[str, ...]],
     options: IngestOptions,
-    run: base.Run,
+    run: sources.Run,
 ) -> _Written:
     """Runs the tasks of all input splits."""
     names = [side for part in parts for side in sides[part.name]]
@@ -547,10 +549,10 @@ def _write_input_splits(
 
 def _shuffle(
     records: dict[str, list[dict[str, Any]]],
-    part_of: dict[str, base.Part],
+    part_of: dict[str, sources.Part],
     options: IngestOptions,
     folder: Location,
-    run: base.Run,
+    run: sources.Run,
     addition: Addition | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Writes the rows of the runs of each side as shards in the order of their hashes."""

@@ -29,6 +29,14 @@ Source = Literal[
     "digits",
 ]
 
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 500, 32 << 20
+"""Maximum rows, and bytes before compression, of a row group; a larger row has one of its own.
+
+They are few against a shuffle window, which reads whole row groups.
+"""
+_DIGITS_ROWS = 5_000
+"""Maximum rows of a row group of the bundled images, which are all in one."""
+
 
 @dataclass(frozen=True)
 class FormatTraits:
@@ -40,7 +48,6 @@ class FormatTraits:
         has_named_parts: Its data sets always have names, so that the default of `eval_fraction` always counts.
         divides_rows: It divides its rows into `train` and `eval` itself.
         leaves_out_columns: It leaves out the columns of the option `drop` itself, before it reads their values.
-        row_group_rows: Default of `row_group_rows`.
         has_input: It reads an input.
         has_output: It is written; otherwise it can be trained on as it is.
     """
@@ -50,7 +57,6 @@ class FormatTraits:
     has_named_parts: bool = False
     divides_rows: bool = False
     leaves_out_columns: bool = False
-    row_group_rows: int = 500
     has_input: bool = True
     has_output: bool = True
 
@@ -148,9 +154,6 @@ class IngestOptions:
             `_refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
-        row_group_rows: Maximum rows of one row group. Default: 500, few against a shuffle window, which reads whole
-            row groups; 5,000 for digits.
-        row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
         split_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
             Decides where files begin, like shard_rows, and not how many tasks run.
     """
@@ -194,8 +197,6 @@ class IngestOptions:
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: NonNegativeInt = 100
     shard_rows: PositiveInt = 100_000
-    row_group_rows: PositiveInt | None = None
-    row_group_bytes: Annotated[int, NumberRange(ge=1, le=1 << 30)] = 32 << 20
     split_bytes: PositiveInt = 256 << 20
 
     @property
@@ -206,8 +207,7 @@ class IngestOptions:
     @property
     def limits(self) -> tuple[int, int, int]:
         """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
-        assert self.row_group_rows is not None, "the ingest has completed it"
-        return self.shard_rows, self.row_group_rows, self.row_group_bytes
+        return self.shard_rows, _DIGITS_ROWS if self.source == "digits" else ROW_GROUP_ROWS, ROW_GROUP_BYTES
 
 
 _OPTION = re.compile(r"--([a-z_]+)(?: (true|false|skip|fail|\d+|'[^']*'|\[[^\]]*\]))?")

@@ -26,7 +26,7 @@ from ray_app.data.dataset import Dataset, describe_unlisted, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers.base import Part
+from ray_app.ingest.readers.sources import Part
 from ray_app.ingest.summary import (
     CONVERT,
     NO_VALUE,

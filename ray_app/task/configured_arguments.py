@@ -148,6 +148,16 @@ def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec
 
 Activation = Literal["sigmoid", "softmax", "none"]
 """The function that turns a model's outputs into probabilities."""
+
+
+def need_activation(activation: Any) -> None:
+    """Raises ConfigError for another activation."""
+    if activation is not None and activation not in get_args(Activation):
+        raise ConfigError(
+            f"{_INIT_ARGS}.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}."
+        )
+
+
 _CLASS_WEIGHT_ARGUMENTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors; a configuration has lists."""
 _LOSSES_OF_SCORES: dict[Activation, tuple[str, ...]] = {

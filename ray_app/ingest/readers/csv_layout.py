@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.storage.data_files import File, parser_errors
 from ray_app.storage.text_files import open_text
 
@@ -209,7 +209,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
+            f"{file}: the first line holds numbers ({sources.format_items(numbers)}) where the names of the columns are"
             f" expected. If the file has no header line, give its {len(names)} names:"
             f" --column_names '{_example_names(len(names))}'; if these are the names, give just them:"
             f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
@@ -218,7 +218,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     if repeated:
         columns_of = {name: [i for i, other in enumerate(names, 1) if other == name] for name in repeated}
         listed = ", ".join(
-            f"{name!r} (columns {base.format_items(columns)})"
+            f"{name!r} (columns {sources.format_items(columns)})"
             for name, columns in itertools.islice(columns_of.items(), _MAX_LISTED)
         )
         more = f" and {len(repeated) - _MAX_LISTED} more names" if len(repeated) > _MAX_LISTED else ""
@@ -227,8 +227,8 @@ def check_header(file: str, names: list[str]) -> str | None:
         )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
-            " row, since the file has no header line, give --column_names."
+            f"the names of columns in {file} are numbers ({sources.format_items(numbers)}). If they are values of a"
+            " first row, since the file has no header line, give --column_names."
         )
     return None
 
@@ -253,12 +253,12 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
         return
     missing = [name for name in names if name not in other_names]
     extra = [name for name in other_names if name not in names]
-    differences = [f"lacks {base.format_items(missing)}"] if missing else []
-    differences += [f"has also {base.format_items(extra)}"] if extra else []
+    differences = [f"lacks {sources.format_items(missing)}"] if missing else []
+    differences += [f"has also {sources.format_items(extra)}"] if extra else []
     difference = " and ".join(differences) or "has the columns in another order"
     raise DataError(
-        f"{other_path}: columns {base.format_items(other_names)}, but the first file, {path}, has"
-        f" {base.format_items(names)}: it {difference}. Give all files one header."
+        f"{other_path}: columns {sources.format_items(other_names)}, but the first file, {path}, has"
+        f" {sources.format_items(names)}: it {difference}. Give all files one header."
     )
 
 

@@ -359,9 +359,12 @@ def test_finished_input_splits_are_kept_after_a_storage_error(
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
 
-def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectPath) -> None:
+def test_data_on_s3_reads_like_data_on_a_disk(
+    tmp_path: Path, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 7)
     folder = write_csvs(tmp_path / "in")
-    ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
+    ingest(options_for(folder, tmp_path / "out", shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
     for hidden in (
         "._part-00000.parquet",
@@ -398,10 +401,11 @@ def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectP
 
 
 def test_each_footer_on_s3_costs_one_request_or_none(
-    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 7)
     out = s3_folder / "out"
-    ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
+    ingest(options_for(write_csvs(tmp_path / "in"), out, shard_rows=40))
     s3_server.reset()
     warm = open_dataset(str(out))
     assert s3_server.requests(r"\.parquet") == []

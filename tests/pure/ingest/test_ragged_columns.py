@@ -16,7 +16,7 @@ from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, plan_all_reads
 from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest import shuffle
+from ray_app.ingest import options, shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.ingest.readers.converter import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
@@ -145,13 +145,14 @@ def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix:
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("inner", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 4)])
 def test_hugging_face_boxes_are_read_where_the_first_file_has_none(
-    tmp_path: Path, suffix: str, inner: pa.DataType
+    tmp_path: Path, suffix: str, inner: pa.DataType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first file has only empty lists."""
+    monkeypatch.setattr(options, "ROW_GROUP_ROWS", 1)
     for number, rows in enumerate(([[], []], BOXES)):
         table = pa.table({"boxes": pa.array(rows, pa.list_(inner))})
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1, row_group_rows=1)
+    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1)
     boxes = read_as_training(tmp_path / "out", "boxes")["boxes"]
     assert (to_lists(boxes), boxes.row_shape, boxes.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
 
@@ -206,6 +207,7 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
     """Several runs and buckets and both parts of a split store each row once, in row groups within the bound."""
     monkeypatch.setattr(shuffle, "RUN_BYTES", 20_000)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 30_000)
+    monkeypatch.setattr(options, "ROW_GROUP_BYTES", 4000)
     random = np.random.default_rng(0)
     rows = [
         {
@@ -218,9 +220,7 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
     folder = write_lines(
         tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)}
     )
-    summary = ingest_source(
-        tmp_path, "jsonl", folder, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, split_bytes=1
-    )
+    summary = ingest_source(tmp_path, "jsonl", folder, ragged=["ids", "boxes"], eval_fraction=0.3, split_bytes=1)
     assert summary.parts.keys() == {"train", "eval"}
     rows_read: dict[int, dict[str, Any]] = {}
     for part in summary.parts:

@@ -16,7 +16,7 @@ import torch
 from ray_app import ingest_arrays
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
-from ray_app.ingest.readers import arrays, base
+from ray_app.ingest.readers import arrays, sources
 from tests.support.ingest_inputs import RNG, ingest_and_read, ingest_error, read_columns, write_idx
 
 Arrays = dict[str, Any]
@@ -78,7 +78,7 @@ READ: dict[str, tuple[Arrays, dict[str, Any], dict[str, Arrays]]] = {
         f"{words} {name}": (
             pictures(name, *words),
             {"eval_fraction": 0},
-            {base.SPLITS[word]: {"image": PICTURES[word], "label": ROWS} for word in words},
+            {sources.SPLITS[word]: {"image": PICTURES[word], "label": ROWS} for word in words},
         )
         for name in ("{rest}_{side}", "{side}_{rest}")
         for words in (("train", "val", "test"), ("train", "valid"), ("train", "test"))
@@ -169,7 +169,7 @@ def test_arrays_that_cannot_be_used_are_refused_by_name(tmp_path: Path, case: in
 
 @pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
 def test_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1000)
     x, y = RNG.random((50, 6, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
     path = write(tmp_path, {"x": x, "y": y}, packed != "npy")
     if packed == "compressed":
@@ -300,7 +300,7 @@ def test_equal_arrays_reuse_the_data_set_and_changed_arrays_are_refused(tmp_path
 def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
     write_idx(tmp_path / "in", "train", 25, packed)
     write_idx(tmp_path / "in", "t10k", 7, packed)
-    parts = summary_of(tmp_path, "idx", tmp_path / "in", row_group_rows=4, eval_fraction=0).parts
+    parts = summary_of(tmp_path, "idx", tmp_path / "in", eval_fraction=0).parts
     assert {name: part.rows for name, part in parts.items()} == {"train": 25, "test": 7}
     data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
     columns = read_columns(tmp_path / "out" / "train")

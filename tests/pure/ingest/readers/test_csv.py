@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.csv_columns import _may_have_leading_zeros
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 
@@ -171,7 +171,7 @@ READ: dict[str, tuple[str | bytes, dict[str, Any], dict[str, Any], str | None]] 
 def test_values_are_read_as_they_are_written(
     tmp_path: Path, case: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
     content, options, columns, note = READ[case]
     notes = notes_of(tmp_path, "csv", write_file(tmp_path, content), **options)
     stored = read_columns(tmp_path / "out")
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_values_that_would_be_lost_are_refused(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 2000)
     content, options, message = REFUSED[case]
     error = ingest_error(tmp_path, "csv", write_file(tmp_path, content), **options)
     assert message in error
@@ -269,7 +269,7 @@ NOTES: list[tuple[list[str], dict[str, Any], str]] = [
 def test_a_note_names_the_value_that_makes_a_column_text(
     tmp_path: Path, values: list[str], options: dict[str, Any], note: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", block)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
     path = write_file(tmp_path, "v|w\n" + "".join(f"{value}|x\n" for value in values))
     notes = notes_of(tmp_path, "csv", path, delimiter="|", **options)
     assert note in notes[0] if note else not notes

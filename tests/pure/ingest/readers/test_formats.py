@@ -18,8 +18,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from ray_app.errors import ConfigError, DataError
+from ray_app.ingest import options
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.shards import Shards
 from ray_app.task.image import ImageClassification
 from tests.support.ingest_inputs import read_columns, write_images
@@ -36,18 +37,17 @@ def test_images_keep_their_bytes(tmp_path: Path) -> None:
     assert (part.classes, part.class_counts, part.skipped_files) == (["cat", "dog"], {"cat": 3, "dog": 2}, 1)
 
 
-def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tmp_path: Path) -> None:
+def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for label in range(4):
         for i in range(50):
             path = tmp_path / "in" / str(label) / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(10 + i))
     ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
-    ingest(
-        IngestOptions(
-            "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100, row_group_rows=3
-        )
-    )
+    monkeypatch.setattr(options, "ROW_GROUP_ROWS", 3)
+    ingest(IngestOptions("images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100))
     columns = read_columns(tmp_path / "a", as_stored=True)
     assert columns["row_id"] == read_columns(tmp_path / "b", as_stored=True)["row_id"]
     for low in range(0, 200, 40):
@@ -58,7 +58,7 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
 
 def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With blocks of 256 bytes, the first block alone would give the wrong types.
-    monkeypatch.setattr(base, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 256)
     folder = tmp_path / "in"
     folder.mkdir()
     head = "width,kind,note,count\n"
@@ -201,7 +201,7 @@ def test_a_missing_input_is_refused(tmp_path: Path, source: Any) -> None:
 def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
     """pyarrow raises an OSError for both, so ingest has to distinguish them."""
     shards = Shards(tmp_path / "out", "part-", tmp_path / "scratch", (9, 9, 9), None)
-    shards.write(base.make_table(["a"], {"x": np.ones((1, 2, 0))}))
+    shards.write(sources.make_table(["a"], {"x": np.ones((1, 2, 0))}))
     with pytest.raises(DataError, match=r"the columns .* cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0"):
         shards.close()
 

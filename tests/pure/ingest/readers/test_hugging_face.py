@@ -25,7 +25,7 @@ from ray_app import ingest_table
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers import base, converter
+from ray_app.ingest.readers import converter, sources
 from ray_app.task.tabular import TabularClassification
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 from tests.support.ingest_rows import write_rows
@@ -170,7 +170,7 @@ def test_lists_of_each_type_of_text_are_labels(tmp_path: Path, kind: pa.DataType
 
 
 def test_rows_of_many_classes_are_stored_in_several_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "BLOCK_BYTES", 30)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 30)
     table = pa.table({"a": [0, 1, 2, 3], "tags": pa.array(TAGS, TEXT_LISTS)})
     rows = ingest_and_read(tmp_path, "hf", put_table(tmp_path / "t.parquet", table), label="tags")
     assert (rows["a"], rows["target"].tolist()) == ([0, 1, 2, 3], MULTI_HOT)

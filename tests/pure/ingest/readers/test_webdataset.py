@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from ray_app.ingest.readers import webdataset
-from ray_app.ingest.readers.base import expand_braces
+from ray_app.ingest.readers.sources import expand_braces
 from tests.support.encoded_images import encode
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, write_tar
 
