@@ -137,19 +137,14 @@ def score(
         values = torch.cat([one.values for one in losses])
         if not values.isfinite().all():
             _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
-        yield Chunk(low, len(values), values.double().sum().item(), _sum_weights(losses), states, worst_mistakes)
-
-
-def _sum_weights(losses: Sequence[Losses]) -> float:
-    """Returns the sum of the weights of all losses; a loss without one has the weight 1."""
-    weights = [one.weights if one.weights is not None else torch.ones_like(one.values) for one in losses]
-    return torch.cat(weights).sum(dtype=torch.float64).item()
+        weight = torch.cat([one.row_weights for one in losses]).sum(dtype=torch.float64).item()
+        yield Chunk(low, len(values), values.double().sum().item(), weight, states, worst_mistakes)
 
 
 def _choose_worst(task: Task, batch: Batch, low: int, mistakes: list[Mistake], worst: list[float]) -> list[Mistake]:
-    """Returns the mistakes of a chunk, from row `low` on, that may be among the worst of the data set, with pictures.
+    """Returns the mistakes of a chunk, from row `low` on, that may be among the worst, with pictures, which take time.
 
-    Pictures take time. `worst` has the highest confidences up to this chunk; it gets those of the chunk.
+    `worst` has the highest confidences of all chunks so far, and gets those of this one.
     """
     chosen = []
     for mistake in mistakes:
@@ -166,7 +161,7 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
     """
     for position in positions.tolist():
         for name, values in arrays.items():
-            row = values.row(position) if isinstance(values, Ragged) else np.asarray(values[position])
+            row = np.asarray(values[position])
             if row.dtype.kind == "f" and not np.isfinite(row).all():
                 reason = f"{name!r} is NaN or infinite, and so is its loss; correct the value or drop the row"
                 if manifest is None:

@@ -25,7 +25,6 @@ from ray_app.task.configured_arguments import (
     activation_of,
     attach_loss,
     compute_row_losses,
-    need_activation,
     need_channels,
     need_flat,
     need_lists,
@@ -154,7 +153,6 @@ class ModuleTask(Task):
         self.classes_last = classes_last
         self.train_accuracy = train_accuracy
         self.exif_orientation = exif_orientation
-        need_activation(activation)
         self.activation = activation
         self.mean = mean or [0.0]
         self.std = std or [1.0]

@@ -134,11 +134,6 @@ def test_other_metrics_get_the_outputs_unchanged() -> None:
     assert float(collection["mse"].compute()) == 0
 
 
-def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"task.init_args.activation is 'relu'; it must be one of sigmoid"):
-        task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, activation="relu")
-
-
 def test_a_parameter_made_by_expand_is_refused_by_name() -> None:
     model = nn.Linear(3, 2)
     model.bias = nn.Parameter(torch.zeros(1).expand(2))
