@@ -30,7 +30,6 @@ from typing import Any
 import pyarrow as pa
 
 from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, open_dataset, read_description
-from ray_app.data.parquet_files import load_footers, read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
@@ -66,6 +65,7 @@ from ray_app.ingest.shards import (
     describe_parquet,
     format_refused,
     merge_descriptions,
+    put_footers,
     refuse_empty_side,
 )
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
@@ -89,7 +89,7 @@ from ray_app.ingest.summary import (
     count_missing,
     make_notes,
 )
-from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
+from ray_app.storage.data_files import is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 from ray_app.task.texts import TOKENIZER_FILE
 
@@ -484,18 +484,11 @@ def _write_all(
             description |= describe_addition(before, facts, made_from, delivery)
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
-        _put_footers(target, facts["shards"], addition is not None)
+        put_footers(target, facts["shards"], addition is not None)
         if options.tokenizer:
             put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         descriptions[side] = description
     return descriptions
-
-
-def _put_footers(target: Location, shards: list[dict[str, Any]], is_addition: bool) -> None:
-    """Writes what is kept of the footers of the shards beside them."""
-    paths = {shard["path"] for shard in shards}
-    files = [file for file in files_below(target, ".parquet") if relative_path(file, target) in paths]
-    read_footers(target, files, load_footers(target) if is_addition else None, trusted=True).put(target)
 
 
 def _decimal_mark(options: IngestOptions) -> str | None:
