@@ -20,7 +20,8 @@ from ray_app.ingest.readers import arrays, sources
 from tests.support.ingest_inputs import RNG, ingest_and_read, ingest_error, read_columns, write_idx
 
 Arrays = dict[str, Any]
-X, ZEROS, ROWS = RNG.random((5, 3)), np.zeros((3, 4, 4, 3), np.uint8), np.arange(40) % 3
+X, ROWS = RNG.random((5, 3)), np.arange(40) % 3
+ZEROS = np.zeros((3, 4, 4, 3), np.uint8)
 PICTURES = {word: RNG.integers(0, 256, (40, 4, 4), dtype=np.uint8) for word in ("train", "val", "valid", "test")}
 PETS = np.array(["dog", "cat", "eel", "cat"])
 EXTRA = np.array([True, False, True, True, False])

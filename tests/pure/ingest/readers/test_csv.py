@@ -193,6 +193,13 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
         f"too large {value}": (f"v,w\n1.5,1\n{value},2\n", {}, f"row f.csv:3: 'v' holds {value.strip()}, which is too")
         for value in ("1e400", "-1e999", " 1e400 ")
     },
+    "too few values": ("a,b\n1,2\n3\n", {}, "f.csv: CSV parse error: Row #3: Expected 2 columns, got 1"),
+    "an empty file": ("", {}, "f.csv: Empty CSV file"),
+    "repeated names": ("a,a\n1,2\n", {}, "'a' (columns [1, 2])"),
+    "a column row_id": ("row_id\n1\n", {}, "`row_id` is ours"),
+    "a label of 65 bits": ("a,k\n1,0\n2,9223372036854775808\n", LABEL, "label 9223372036854775808"),
+    "a label of text": ("a,label\n1,u\n", {}, "`label` is of type string"),
+    "rename an absent column": ("a,y\n1,2\n", {"rename": {"b": "c"}}, "['b']"),
     "a gap in a label": (
         "a,k\n1,x\n2,\n",
         LABEL,
@@ -345,6 +352,11 @@ def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> N
 def test_csv_that_is_not_utf8_is_refused(tmp_path: Path, content: bytes, expected: str, packed: bool) -> None:
     path = write_file(tmp_path, gzip.compress(content), "f.csv.gz") if packed else write_file(tmp_path, content)
     assert expected.replace("f.csv", path.name) in ingest_error(tmp_path, "csv", path)
+
+
+def test_a_folder_without_csv_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    assert "no CSV file" in ingest_error(tmp_path, "csv", tmp_path / "in")
 
 
 def test_tab_separated_files_are_read_under_their_own_suffix(tmp_path: Path) -> None:

@@ -106,29 +106,6 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(
-    ("files", "options", "expected"),
-    [
-        ([b"a,b\n1,2\n3\n"], {}, ["0.csv", "Row #3: Expected 2 columns, got 1", "Correct the file"]),
-        ([b""], {}, ["0.csv", "Empty CSV file"]),
-        ([b"a\n"], {}, ["no rows"]),
-        ([b"a,a\n1,2\n"], {}, ["'a' (columns [1, 2])", "its own name"]),
-        ([b"row_id\n1\n"], {}, ["`row_id` is ours", "rename"]),
-        ([b"a\n\xe9\n"], {}, ["0.csv", "UTF-8", "Row #2"]),
-        ([b"a,y\n1,2\n", b"b\n1\n"], {}, ["1.csv", "['b']", "['a', 'y']", "one header"]),
-        ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
-        ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
-        ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
-        ([], {}, ["no CSV file", ".csv.gz"]),
-    ],
-)
-def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[str, Any], expected: list[str]) -> None:
-    (tmp_path / "in").mkdir()
-    for i, data in enumerate(files):
-        (tmp_path / "in" / f"{i}.csv").write_bytes(data)
-    assert_refused(tmp_path, expected, source="csv", input=str(tmp_path / "in"), **options)
-
-
 def write_animated_gif(path: Path) -> None:
     frames = [Image.fromarray(np.full((4, 4), value, np.uint8)) for value in (0, 200)]
     frames[0].save(path / "dog" / "2.gif", save_all=True, append_images=frames[1:])

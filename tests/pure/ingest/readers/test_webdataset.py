@@ -73,7 +73,8 @@ def tar_bytes(members: Members, mode: str = "w") -> bytes:
 
 def header(kind: bytes, size: int = 0, link: str = "") -> bytes:
     member = tarfile.TarInfo("0.txt")
-    member.type, member.size, member.linkname = kind, size, link
+    member.type, member.size = kind, size
+    member.linkname = link
     return member.tobuf(tarfile.GNU_FORMAT)
 
 
