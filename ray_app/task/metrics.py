@@ -135,8 +135,7 @@ def score(
         items = metrics.items(keep_base=True, copy_state=False)
         states = {str(name): states_of(metric) for name, metric in items if keep is None or name in keep}
         values = torch.cat([one.values for one in losses])
-        if not values.isfinite().all():
-            _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
+        _refuse_non_finite_row(arrays, low, values, manifest)
         weight = torch.cat([one.row_weights for one in losses]).sum(dtype=torch.float64).item()
         yield Chunk(low, len(values), values.double().sum().item(), weight, states, worst_mistakes)
 
@@ -154,12 +153,12 @@ def _choose_worst(task: Task, batch: Batch, low: int, mistakes: list[Mistake], w
     return chosen
 
 
-def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
-    """Refuses the first of some rows that has a NaN or infinite value.
+def _refuse_non_finite_row(arrays: Arrays, low: int, losses: Tensor, manifest: Manifest | None) -> None:
+    """Refuses the first row of a chunk, from row `low` on, that has a NaN or infinite value and such a loss.
 
     The losses of other rows are NaN or infinite because of the model, and no row is refused for them.
     """
-    for position in positions.tolist():
+    for position in (low + np.flatnonzero(~losses.isfinite().numpy(force=True))).tolist():
         for name, values in arrays.items():
             row = np.asarray(values[position])
             if row.dtype.kind == "f" and not np.isfinite(row).all():
