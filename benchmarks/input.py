@@ -74,7 +74,7 @@ def make_images(folder: Path, count: int) -> None:
         path = folder / "photos" / str(i % 10) / f"{i}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
-    ingest(IngestOptions("images", str(folder / "images"), str(folder / "photos"), check=False, row_group_rows=250))
+    ingest(IngestOptions("images", str(folder / "images"), str(folder / "photos"), check=False))
 
 
 def cpu_s() -> float:

@@ -47,7 +47,7 @@ def make_photos(folder: Path, count: int) -> None:
     (folder / "photos" / "0").mkdir(parents=True)
     for i in range(count):
         (folder / "photos" / "0" / f"{i}.jpg").write_bytes(file.getvalue())
-    ingest(IngestOptions("images", str(folder / "large"), str(folder / "photos"), check=False, row_group_rows=250))
+    ingest(IngestOptions("images", str(folder / "large"), str(folder / "photos"), check=False))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from ray_app.cli.main import exit_code
 from ray_app.errors import escape_controls
 from ray_app.ingest.ingest import READERS, ingest, preview, run_in_threads, run_on_cluster
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.shuffle import write_bucket
 from ray_app.ingest.splits import InputSplitTask, count_times, find_ids, write_input_split
 from ray_app.ingest.summary import HEADER, DatasetSummary
@@ -166,7 +166,7 @@ def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
     if is_other and len(labels) > 1 and "classes" in READERS[options.source].traits.options:
         names = ",".join(map(str, labels)) if len(labels) <= _MAX_LABELS else "LABEL,LABEL,..."
         print(
-            f"Warning: the labels are {base.format_items(labels, _MAX_LABELS)}. To train on, they count from 0:"
+            f"Warning: the labels are {sources.format_items(labels, _MAX_LABELS)}. To train on, they count from 0:"
             f" --classes {names} numbers them so."
         )
 
@@ -200,7 +200,7 @@ class ShownProgress:
         stream: Where to; a stream that cannot be written to ends no ingest.
     """
 
-    def __init__(self, run: base.Run, stream: IO[str] | None = None) -> None:
+    def __init__(self, run: sources.Run, stream: IO[str] | None = None) -> None:
         self._run = run
         # A standard stream that was closed before the start is None.
         self._stream: IO[str] | None = sys.stderr if stream is None else stream
@@ -210,7 +210,7 @@ class ShownProgress:
             self._is_terminal = self._stream is not None and self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Generator[Any, None, None]:
-        """Calls `function` with every item; see `base.Run`."""
+        """Calls `function` with every item; see `sources.Run`."""
         stage = _Stage(function, items)
         ended = threading.Event()
         thread = threading.Thread(target=self._show, args=(stage, ended), name="ingest-progress", daemon=True)
@@ -252,7 +252,7 @@ class _Stage:
         if items and isinstance(items[0], InputSplitTask):
             rows = [task.input_split.rows for task in items]
             self._total = sum(count for count in rows if count is not None) if None not in rows else None
-        self._read_before, self._stored_before = base.ROWS_READ.read, base.ROWS_READ.stored
+        self._read_before, self._stored_before = sources.ROWS_READ.read, sources.ROWS_READ.stored
         self._start = time.monotonic()
 
     def finish(self, result: Any) -> None:
@@ -264,9 +264,9 @@ class _Stage:
     def line(self) -> str:
         """Returns the progress, such as `Reading rows: 1,000 of 4,000 (25%), 500 rows/s, 6 s left`."""
         elapsed_s = max(time.monotonic() - self._start, 1e-9)
-        stored = base.ROWS_READ.stored - self._stored_before
+        stored = sources.ROWS_READ.stored - self._stored_before
         # The rows of tasks in other processes are known once the tasks are finished.
-        rows = max(base.ROWS_READ.read - self._read_before + stored, self._rows_finished)
+        rows = max(sources.ROWS_READ.read - self._read_before + stored, self._rows_finished)
         texts = []
         if self._total:
             done, total = rows, self._total

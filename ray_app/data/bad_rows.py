@@ -73,18 +73,13 @@ def insert_bad_rows(
     decoded: dict[str, Field], reasons: list[str | None], bad: dict[int, str], fields: dict[str, ArraySpec]
 ) -> tuple[dict[str, Field], list[str | None]]:
     """Inserts rows that were left out of decoding as zeros; returns what `decode_good_rows` does for all rows."""
-    parts, all_reasons = list[dict[str, Field]](), list(reasons)
-    low = 0
-    for num_inserted, index in enumerate(sorted(bad)):
-        all_reasons.insert(index, bad[index][:_MAX_REASON_CHARS])
-        high = index - num_inserted
-        parts += [
-            {name: values[low:high] for name, values in decoded.items()},
-            {name: zero_row(spec) for name, spec in fields.items()},
-        ]
-        low = high
-    parts.append({name: values[low:] for name, values in decoded.items()})
-    return {name: concat_fields([part[name] for part in parts]) for name in fields}, all_reasons
+    order = np.full(len(reasons) + len(bad), -1)
+    order[usable_mask(len(order), bad)] = np.arange(len(reasons))
+    # The index -1 is that of the row of zeros at the end.
+    whole = {name: concat_fields([decoded[name], zero_row(spec)])[order] for name, spec in fields.items()}
+    return whole, [
+        bad[row][:_MAX_REASON_CHARS] if index < 0 else reasons[index] for row, index in enumerate(order.tolist())
+    ]
 
 
 def zero_row(spec: ArraySpec) -> Field:

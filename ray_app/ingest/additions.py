@@ -22,7 +22,7 @@ from ray_app.errors import DataError, join_names
 from ray_app.ingest.leakage import KNOWN_ROWS
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import remove_work, side_folder
-from ray_app.ingest.readers.base import Part
+from ray_app.ingest.readers.sources import Part
 from ray_app.storage.data_files import files_below
 from ray_app.storage.files import Location, list_files, put_json, read_json
 

@@ -18,7 +18,7 @@ from ray_app.data.arrays import IDS, is_text
 from ray_app.data.dataset import read_description
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.storage.files import to_location
 
 Ids = dict[str, pa.Array]
@@ -75,7 +75,7 @@ class IdNumbers:
             for name, values in ids.items()
         }
 
-    def number(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
+    def number(self, table: pa.Table, refuse: sources.Refuse) -> pa.Table:
         """Returns the table with numbers; refuses rows without an id, or with one that has no number."""
         for name, values in self._ids.items():
             column = _values(name, table[name])

@@ -30,7 +30,6 @@ from typing import Any
 import pyarrow as pa
 
 from ray_app.data.dataset import DESCRIPTION, FORMAT_VERSION, open_dataset, read_description
-from ray_app.data.parquet_files import load_footers, read_footers
 from ray_app.errors import ConfigError, DataError, StorageError, remove_addresses
 from ray_app.ingest import options as checks
 from ray_app.ingest import output_folder as output
@@ -50,10 +49,9 @@ from ray_app.ingest.ids import describe_ids, digest_ids, load_ids, make_id_notes
 from ray_app.ingest.leakage import RowHashes, content_digest, find_leaks, keep_hashes, make_leak_notes
 from ray_app.ingest.options import FormatTraits, IngestOptions, Source, python_spelling
 from ray_app.ingest.output_folder import REFUSED, side_folder
-from ray_app.ingest.readers import base, csv_files
+from ray_app.ingest.readers import csv_files, sources
 from ray_app.ingest.readers.arrays import Digits, Idx, Numpy
 from ray_app.ingest.readers.boxes import Coco, Voc
-from ray_app.ingest.readers.csv_columns import ValueNotation
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.hugging_face import HuggingFace
 from ray_app.ingest.readers.image_folders import Images
@@ -67,6 +65,7 @@ from ray_app.ingest.shards import (
     describe_parquet,
     format_refused,
     merge_descriptions,
+    put_footers,
     refuse_empty_side,
 )
 from ray_app.ingest.shuffle import make_bucket_tasks, write_bucket
@@ -90,7 +89,7 @@ from ray_app.ingest.summary import (
     count_missing,
     make_notes,
 )
-from ray_app.storage.data_files import files_below, is_folder, is_within, relative_path
+from ray_app.storage.data_files import is_folder, is_within, relative_path
 from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
 from ray_app.task.texts import TOKENIZER_FILE
 
@@ -158,7 +157,7 @@ LAYOUT = 7
 It increases with every change of these, so that no ingest continues what an older version has begun.
 """
 
-READERS: dict[str, type[base.SourceReader]] = {
+READERS: dict[str, type[sources.SourceReader]] = {
     "images": Images,
     "coco": Coco,
     "voc": Voc,
@@ -177,7 +176,7 @@ _UNCOMPARED = ("input", "out", "append", "new_classes")
 _PARQUET = FormatTraits(has_output=False)
 
 
-def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSummary:
+def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> DatasetSummary:
     """Turns raw data into one or more folders of Parquet shards, each with a `_dataset.json`.
 
     Memory is bounded by a row group and a block of the source for each task at a time, not by the data; with
@@ -195,7 +194,6 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
     traits = _check_options(options)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
-    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
     made_from = _made_from(options, reader)
     if options.append and output.load_existing(out, made_from, is_addition=True):
@@ -228,7 +226,7 @@ def ingest(options: IngestOptions, run: base.Run = run_in_threads) -> DatasetSum
 
 
 def _append(
-    reader: base.SourceReader, options: IngestOptions, made_from: dict[str, Any], out: Location, run: base.Run
+    reader: sources.SourceReader, options: IngestOptions, made_from: dict[str, Any], out: Location, run: sources.Run
 ) -> DatasetSummary:
     """Adds the rows of a source to the data sets in a folder; see `ingest`."""
     described = output.load_existing(out, made_from, is_addition=True)
@@ -273,7 +271,7 @@ def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatT
     return formats[options.source]
 
 
-def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
+def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
     """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
 
     Nothing is written. Without `options.out` the paths of the summary are the names of the data sets.
@@ -289,7 +287,6 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     traits = _check_options(options, needs_output=False)
     if not traits.has_output:
         return ingest(options)
-    options = replace(options, row_group_rows=options.row_group_rows or traits.row_group_rows)
     reader = READERS[options.source](options.input or "", options)
     parts = reader.parts(run)
     options = _for_tasks(options, reader, parts)
@@ -304,17 +301,17 @@ def preview(options: IngestOptions, run: base.Run = run_in_threads, rows: int = 
     return _summary(options.out, described, reused=True)
 
 
-def _for_tasks(options: IngestOptions, reader: base.SourceReader, parts: Sequence[base.Part]) -> IngestOptions:
+def _for_tasks(options: IngestOptions, reader: sources.SourceReader, parts: Sequence[sources.Part]) -> IngestOptions:
     """Returns the options with the part of the rows to hold out, and without what the reader does itself."""
     held_out = reader.held_out([part.name for part in parts])
     return replace(options, eval_fraction=held_out, drop=reader.columns_to_drop())
 
 
 def _preview_part(
-    part: base.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
+    part: sources.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
-    refusals, texts = Refusals(options), TextColumns(ValueNotation.of(options))
+    refusals, texts = Refusals(options), TextColumns(options.decimal)
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
     labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
@@ -339,7 +336,7 @@ def _preview_part(
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [
                 *part.notes,
-                *make_notes([texts.description()], _notation(options)),
+                *make_notes([texts.description()], _decimal_mark(options)),
                 *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
             ],
             "is_sample": True,
@@ -349,7 +346,7 @@ def _preview_part(
 
 
 def _first_rows(
-    tasks: Sequence[InputSplitTask], max_rows: int, refuse: base.Refuse
+    tasks: Sequence[InputSplitTask], max_rows: int, refuse: sources.Refuse
 ) -> Iterator[tuple[Divider, pa.Table]]:
     """Yields the first rows of a part as they would be stored, with what divides those of their input split."""
     num_rows = 0
@@ -410,7 +407,7 @@ def _path(out: str, side: str) -> str:
     return str(side_folder(to_location(out), side)) if side else out
 
 
-def _made_from(options: IngestOptions, reader: base.SourceReader) -> dict[str, Any]:
+def _made_from(options: IngestOptions, reader: sources.SourceReader) -> dict[str, Any]:
     """Returns all that decides the output: options without paths, names, sizes and times of files, the layout."""
     chosen = {name: value for name, value in asdict(options).items() if name not in _UNCOMPARED}
     if reader.traits.has_named_parts:
@@ -435,12 +432,12 @@ def _relative_name(file: Location, options: IngestOptions) -> str:
 
 
 def _write_all(
-    parts: list[base.Part],
+    parts: list[sources.Part],
     sides: dict[str, tuple[str, ...]],
     options: IngestOptions,
     made_from: dict[str, Any],
     folder: Location,
-    run: base.Run,
+    run: sources.Run,
     addition: Addition | None = None,
     described: Descriptions | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -465,7 +462,7 @@ def _write_all(
     descriptions = {}
     for side, part in part_of.items():
         before = described[side] if described else None
-        notes = [*make_notes(written.text_columns[part.name], _notation(options)), *make_id_notes(ids)]
+        notes = [*make_notes(written.text_columns[part.name], _decimal_mark(options)), *make_id_notes(ids)]
         notes += make_leak_notes(side, leaks.get(side))
         if before is not None:
             stale = {*make_leak_notes(side, before.get("leaks")), *make_id_notes(ids)}
@@ -487,22 +484,19 @@ def _write_all(
             description |= describe_addition(before, facts, made_from, delivery)
         if tasks and tasks[0].first_eval_time is not None:
             description["first_eval_time"] = tasks[0].first_eval_time
-        shards = {shard["path"] for shard in facts["shards"]}
-        files_written = [file for file in files_below(target, ".parquet") if relative_path(file, target) in shards]
-        kept_footers = load_footers(target) if addition else None
-        read_footers(target, files_written, kept_footers, trusted=True).put(target)
+        put_footers(target, facts["shards"], addition is not None)
         if options.tokenizer:
             put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         descriptions[side] = description
     return descriptions
 
 
-def _notation(options: IngestOptions) -> ValueNotation | None:
-    """Returns the notation of numbers of a source that has options for it, otherwise None."""
-    return ValueNotation.of(options) if "decimal" in READERS[options.source].traits.options else None
+def _decimal_mark(options: IngestOptions) -> str | None:
+    """Returns the decimal mark of a source that has an option for it, otherwise None."""
+    return options.decimal if "decimal" in READERS[options.source].traits.options else None
 
 
-def _index_columns(part: base.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:
+def _index_columns(part: sources.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:
     """Returns the columns that no task uses unless it names them: those that number the rows, and the group."""
     names = [*part.index_columns, *([options.group] if options.group else [])]
     return [name for name in (options.rename.get(name, name) for name in names) if name in columns]
@@ -521,10 +515,10 @@ class _Written:
 
 def _write_input_splits(
     tasks: list[InputSplitTask],
-    parts: list[base.Part],
+    parts: list[sources.Part],
     sides: dict[str, tuple[str, ...]],
     options: IngestOptions,
-    run: base.Run,
+    run: sources.Run,
 ) -> _Written:
     """Runs the tasks of all input splits."""
     names = [side for part in parts for side in sides[part.name]]
@@ -548,10 +542,10 @@ def _write_input_splits(
 
 def _shuffle(
     records: dict[str, list[dict[str, Any]]],
-    part_of: dict[str, base.Part],
+    part_of: dict[str, sources.Part],
     options: IngestOptions,
     folder: Location,
-    run: base.Run,
+    run: sources.Run,
     addition: Addition | None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Writes the rows of the runs of each side as shards in the order of their hashes."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from ray_app.config.rules import NonNegativeInt, NumberRange, PositiveInt, Rule, check_fields, find_broken_rules, refuse
@@ -30,6 +29,14 @@ Source = Literal[
     "digits",
 ]
 
+ROW_GROUP_ROWS, ROW_GROUP_BYTES = 500, 32 << 20
+"""Maximum rows, and bytes before compression, of a row group; a larger row has one of its own.
+
+They are few against a shuffle window, which reads whole row groups.
+"""
+_DIGITS_ROWS = 5_000
+"""Maximum rows of a row group of the bundled images, which are all in one."""
+
 
 @dataclass(frozen=True)
 class FormatTraits:
@@ -41,7 +48,6 @@ class FormatTraits:
         has_named_parts: Its data sets always have names, so that the default of `eval_fraction` always counts.
         divides_rows: It divides its rows into `train` and `eval` itself.
         leaves_out_columns: It leaves out the columns of the option `drop` itself, before it reads their values.
-        row_group_rows: Default of `row_group_rows`.
         has_input: It reads an input.
         has_output: It is written; otherwise it can be trained on as it is.
     """
@@ -51,7 +57,6 @@ class FormatTraits:
     has_named_parts: bool = False
     divides_rows: bool = False
     leaves_out_columns: bool = False
-    row_group_rows: int = 500
     has_input: bool = True
     has_output: bool = True
 
@@ -99,14 +104,8 @@ class IngestOptions:
             names is a header line.
         encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
         decimal: For csv: the decimal mark of numbers, a point or a comma.
-        thousands: For csv: the mark between groups of three digits, such as a comma, a point or a blank.
-        date_format: For csv: the form of dates and times in the notation of Python's `strptime`, such as %d.%m.%Y.
-            Columns of which all values have it become timestamps, also columns of digits; those with an offset (%z) in
-            UTC. Default: dates are text, of which ISO 8601 is taken as a time where a time is needed.
         null: For csv: a further spelling of a missing value, such as ?, or several; such values are missing in columns
             of text, too.
-        comment: For csv: the character at the beginning of lines that are left out.
-        skip_lines: For csv: number of lines before the header line, which are left out.
         ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
             value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
             more, and each different value is in memory.
@@ -155,9 +154,6 @@ class IngestOptions:
             `_refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
-        row_group_rows: Maximum rows of one row group. Default: 500, few against a shuffle window, which reads whole
-            row groups; 5,000 for digits.
-        row_group_bytes: Maximum bytes of one row group before compression; a larger single row has one of its own.
         split_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
             Decides where files begin, like shard_rows, and not how many tasks run.
     """
@@ -177,11 +173,7 @@ class IngestOptions:
     column_names: list[str] | None = None
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
     decimal: Literal[".", ","] = "."
-    thousands: str | None = None
-    date_format: str | None = None
     null: str | list[str] | None = None
-    comment: str | None = None
-    skip_lines: NonNegativeInt = 0
     ids: list[str] | None = None
     ids_of: str | None = None
     drop: list[str] | None = None
@@ -205,8 +197,6 @@ class IngestOptions:
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: NonNegativeInt = 100
     shard_rows: PositiveInt = 100_000
-    row_group_rows: PositiveInt | None = None
-    row_group_bytes: Annotated[int, NumberRange(ge=1, le=1 << 30)] = 32 << 20
     split_bytes: PositiveInt = 256 << 20
 
     @property
@@ -217,8 +207,7 @@ class IngestOptions:
     @property
     def limits(self) -> tuple[int, int, int]:
         """Maximum rows of a file, maximum rows of a row group, maximum bytes of a row group."""
-        assert self.row_group_rows is not None, "the ingest has completed it"
-        return self.shard_rows, self.row_group_rows, self.row_group_bytes
+        return self.shard_rows, _DIGITS_ROWS if self.source == "digits" else ROW_GROUP_ROWS, ROW_GROUP_BYTES
 
 
 _OPTION = re.compile(r"--([a-z_]+)(?: (true|false|skip|fail|\d+|'[^']*'|\[[^\]]*\]))?")
@@ -250,7 +239,6 @@ def _to_python(text: str) -> str:
 
 
 _ALTERNATIVES = {"label": " (a column gets another name by --rename '{NAME: label}')"}
-_MOMENT = datetime(2026, 1, 31, 23, 59, tzinfo=UTC)
 
 
 def _is_delimiter(text: str) -> bool:
@@ -259,14 +247,6 @@ def _is_delimiter(text: str) -> bool:
     A command line passes `\t` for a tab.
     """
     return text == r"\t" or (len(text) == 1 and text.isascii() and text not in '"\r\n\0')
-
-
-def _is_date_format(text: str) -> bool:
-    """Returns whether dates can be written and read in a format."""
-    try:
-        return "%" in text and isinstance(datetime.strptime(_MOMENT.strftime(text), text), datetime)
-    except ValueError:
-        return False
 
 
 RULES = (
@@ -304,22 +284,6 @@ RULES = (
         r"; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end.",
     ),
     Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; give each its own character."),
-    Rule("thousands", lambda o: o.thousands == o.decimal, ", and so is decimal; give each its own character."),
-    Rule(
-        "thousands",
-        lambda o: len(o.thousands) != 1 or o.thousands not in ",.'_ ",
-        "; allowed is , . ' _ and a blank.",
-    ),
-    Rule(
-        "comment",
-        lambda o: len(o.comment) != 1 or o.comment.isalnum(),
-        "; allowed is one ASCII character, such as # or %.",
-    ),
-    Rule(
-        "date_format",
-        lambda o: not _is_date_format(o.date_format),
-        "; allowed is a format of Python's strptime, such as %d.%m.%Y or %m/%d/%Y %H:%M.",
-    ),
     Rule(
         "classes",
         lambda o: o.classes and _has_repeated(o.classes),

@@ -23,10 +23,10 @@ from ray_app.data.arrays import is_list, is_number, is_ragged_list, is_text, spe
 from ray_app.data.bad_rows import find_missing_values
 from ray_app.data.classes import with_classes
 from ray_app.data.dataset import Dataset, describe_unlisted, open_dataset
-from ray_app.data.parquet_files import DataFile
+from ray_app.data.parquet_files import DataFile, load_footers, read_footers
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers.base import Part
+from ray_app.ingest.readers.sources import Part
 from ray_app.ingest.summary import (
     CONVERT,
     NO_VALUE,
@@ -37,7 +37,7 @@ from ray_app.ingest.summary import (
     merge_statistics,
 )
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import parser_errors, publish
+from ray_app.storage.data_files import files_below, parser_errors, publish, relative_path
 from ray_app.storage.files import Location, to_location
 
 MAX_COUNTED_LABELS = 100_000
@@ -285,6 +285,13 @@ def merge_descriptions(
         "skipped_files": skipped,
         "notes": [*part.notes, *notes],
     }
+
+
+def put_footers(target: Location, shards: list[dict[str, Any]], is_addition: bool) -> None:
+    """Writes what is kept of the footers of the shards beside them."""
+    paths = {shard["path"] for shard in shards}
+    files = [file for file in files_below(target, ".parquet") if relative_path(file, target) in paths]
+    read_footers(target, files, load_footers(target) if is_addition else None, trusted=True).put(target)
 
 
 def format_refused(refused: list[tuple[str, str]]) -> bytes:

@@ -18,9 +18,7 @@ from ray_app.task.user_code import bisect_rows
 _OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
 """End of a time of ISO 8601 that names its offset from UTC, such as Z or +01:00; dates alone do not match."""
 
-ALLOWED_TIMES = (
-    "dates, times (as text in ISO 8601, such as 2026-01-31; of csv in another form by --date_format), and numbers"
-)
+ALLOWED_TIMES = "dates, times (as text in ISO 8601, such as 2026-01-31), and numbers"
 
 
 def to_times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:

@@ -32,8 +32,7 @@ from ray_app.ingest.ids import IdNumbers, Ids, distinct_ids, load_ids, merge_ids
 from ray_app.ingest.leakage import Overlaps, RowHashes, hash_rows
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_scratch, side_folder
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.csv_columns import ValueNotation
+from ray_app.ingest.readers import sources
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
 from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
@@ -72,7 +71,7 @@ class InputSplitTask:
 
     part: str
     number: int
-    input_split: base.InputSplit
+    input_split: sources.InputSplit
     sides: tuple[str, ...]
     options: IngestOptions
     folder: Location
@@ -96,7 +95,7 @@ class InputSplitTask:
         return self.folder / HASHES / f"{self.part}-{side}-{self.number:05d}.npz"
 
 
-def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
+def choose_sides(parts: list[sources.Part], options: IngestOptions, are_divided: bool) -> dict[str, tuple[str, ...]]:
     """Returns the names of the data sets that the rows of each part go to."""
     names = [part.name for part in parts]
     if are_divided or not options.eval_fraction:
@@ -112,11 +111,11 @@ def choose_sides(parts: list[base.Part], options: IngestOptions, are_divided: bo
 
 
 def make_tasks(
-    parts: Sequence[base.Part],
+    parts: Sequence[sources.Part],
     sides: dict[str, tuple[str, ...]],
     options: IngestOptions,
     folder: Location,
-    run: base.Run,
+    run: sources.Run,
     addition: Addition | None = None,
 ) -> list[InputSplitTask]:
     """Returns the tasks of all input splits; with `ids` and `split_by` this reads the columns once.
@@ -153,7 +152,7 @@ def make_tasks(
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
 
 
-def _learn_ids(tasks: Sequence[InputSplitTask], options: IngestOptions, run: base.Run) -> Ids:
+def _learn_ids(tasks: Sequence[InputSplitTask], options: IngestOptions, run: sources.Run) -> Ids:
     with closing(run(find_ids, tasks)) as results:
         return merge_ids(options, list(results))
 
@@ -201,10 +200,10 @@ def write_input_split(task: InputSplitTask) -> Record:
         ConfigError: The columns cannot be renamed as the options say.
     """
     if (done := load_finished_record(task)) is not None:
-        base.ROWS_READ.add_stored(done["rows"])
+        sources.ROWS_READ.add_stored(done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
-    text_columns = TextColumns(ValueNotation.of(options))
+    text_columns = TextColumns(options.decimal)
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
@@ -232,14 +231,14 @@ def write_input_split(task: InputSplitTask) -> Record:
     return record
 
 
-def read_input_split(task: InputSplitTask, refuse: base.Refuse) -> Iterator[pa.Table]:
+def read_input_split(task: InputSplitTask, refuse: sources.Refuse) -> Iterator[pa.Table]:
     """Yields the rows of an input split as they are stored; see `write_input_split` for the errors."""
     texts = Texts(task.options) if task.options.tokenizer else None
     ids = IdNumbers(task.ids, task.options)
     for table in task.input_split.tables(refuse):
         kept = _drop_columns(ids.number(table, refuse), task.options.drop or [])
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
-        base.ROWS_READ.add(table.num_rows)
+        sources.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)
         encoded = texts.encode(usable, refuse) if texts else usable
         yield task.addition.fit(encoded, task.options) if task.addition else encoded
@@ -276,7 +275,7 @@ def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
     return table.drop_columns(names) if names else table
 
 
-def _stack_targets(table: pa.Table, names: list[str], refuse: base.Refuse) -> pa.Table:
+def _stack_targets(table: pa.Table, names: list[str], refuse: sources.Refuse) -> pa.Table:
     """Returns the table with columns of numbers as one array column `target`, float32 of shape (rows, columns).
 
     Rows without a value in one of them, or with one that float32 cannot hold, are refused. Raises DataError for a
@@ -295,7 +294,7 @@ def _stack_targets(table: pa.Table, names: list[str], refuse: base.Refuse) -> pa
     return table.drop_columns(names).append_column(column, array)
 
 
-def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: base.Refuse) -> pa.Table:
+def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: sources.Refuse) -> pa.Table:
     """Returns the table with its final names, and with `label` as int64 without missing values."""
     before = table.column_names[1:]
     names = ["row_id", *(rename.get(name, name) for name in before)]
@@ -338,7 +337,7 @@ def _to_single_label(table: pa.Table) -> pa.Table:
     )
 
 
-def _to_integer_label(table: pa.Table, refuse: base.Refuse) -> pa.Table:
+def _to_integer_label(table: pa.Table, refuse: sources.Refuse) -> pa.Table:
     """Returns the table with a label of floating type converted to int64, without the rows that have no label."""
     labels = table["label"]
     if not pa.types.is_floating(labels.type):
@@ -373,7 +372,7 @@ class Divider:
         self._blocks: dict[int, tuple[int, int]] = {}
         self.overlaps = Overlaps()
 
-    def divide(self, table: pa.Table, refuse: base.Refuse) -> dict[str, pa.Table]:
+    def divide(self, table: pa.Table, refuse: sources.Refuse) -> dict[str, pa.Table]:
         """Returns the rows of each data set; refuses rows without a value in the column that decides."""
         if not self._is_divided:
             return {self._task.sides[0]: table}
@@ -428,7 +427,7 @@ def _final_name(column: str | None, options: IngestOptions) -> str | None:
     return None if column is None else options.rename.get(column, column)
 
 
-def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: base.Refuse) -> pa.Table:
+def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: sources.Refuse) -> pa.Table:
     """Returns the rows that have a value in the column by which rows are divided, and refuses the others."""
     if column not in table.column_names:
         if options.stratify and "target" in table.column_names:
@@ -467,7 +466,7 @@ def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.
     return different, counts
 
 
-def without_rows(table: pa.Table, bad: pa.Array | pa.ChunkedArray, refuse: base.Refuse, reason: str) -> pa.Table:
+def without_rows(table: pa.Table, bad: pa.Array | pa.ChunkedArray, refuse: sources.Refuse, reason: str) -> pa.Table:
     """Refuses the rows of a mask, (rows,), and returns the others."""
     for row_id in table["row_id"].filter(bad).to_pylist():
         refuse(row_id, reason)
@@ -501,7 +500,7 @@ class Texts:
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
 
-    def encode(self, table: pa.Table, refuse: base.Refuse) -> pa.Table:
+    def encode(self, table: pa.Table, refuse: sources.Refuse) -> pa.Table:
         """Returns the table with the column `tokens` (lists of int32) instead of texts; refuses rows without a text.
 
         Raises DataError without a column of texts, and ConfigError if another column has the name of the tokens.
@@ -583,4 +582,4 @@ class Packed:
     def _write_blocks(self, values: npt.NDArray[np.int32], block_ids: list[str]) -> None:
         if block_ids:
             lengths = np.minimum(self._length, len(values) - np.arange(len(block_ids)) * self._length)
-            self._sink.write(base.make_table(block_ids, {TOKENS: _to_lists(values, lengths)}))
+            self._sink.write(sources.make_table(block_ids, {TOKENS: _to_lists(values, lengths)}))

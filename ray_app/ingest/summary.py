@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ray_app.data.arrays import from_column, is_bytes, is_list, is_text, read_as_float, spec_of_field
-from ray_app.ingest.readers.csv_columns import NULLS, ValueNotation, find_date_formats
+from ray_app.ingest.readers.csv_columns import NULLS, number_pattern
 from ray_app.task.ragged import Ragged
 
 MAX_VALUES = 100
@@ -395,17 +396,17 @@ _TRUTH = r"(?i)^\s*(true|false)\s*$"
 Counts = dict[str, Any]
 """Counts of a column of text.
 
-`values` counts the values that are not missing. Of these, `numbers` counts numbers in the notation of the options,
+`values` counts the values that are not missing. Of these, `numbers` counts numbers with the source's decimal mark,
 `zeros` those with leading zeros, `written` counts numbers that are written in another way, and `truth` counts truth
 values. `first` has the id and the value of the first row that does not fit each kind.
 """
 
 
 class TextColumns:
-    """Counts the numbers and booleans in the columns of text of a stream of tables; numbers have a `notation`."""
+    """Counts the numbers, with a decimal mark, and the booleans in the columns of text of a stream of tables."""
 
-    def __init__(self, notation: ValueNotation) -> None:
-        self._notation = notation
+    def __init__(self, decimal: str) -> None:
+        self._number = f"{number_pattern(decimal)}|{_HEXADECIMAL}"
         self._counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
@@ -421,8 +422,7 @@ class TextColumns:
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(NULLS))))
         row_ids, values = row_ids.filter(present), values.filter(present)
-        zero = rf"^[+-]?0{self._notation.group_mark and self._notation.group_mark + '?'}[\dxX]"
-        patterns = (f"{self._notation.number}|{_HEXADECIMAL}", _WRITTEN, _TRUTH, zero)
+        patterns = (self._number, _WRITTEN, _TRUTH, r"^[+-]?0[\dxX]")
         numbers, written, truth, zeros = (pc.match_substring_regex(values, pattern) for pattern in patterns)
         matches_of = {
             "numbers": numbers,
@@ -443,12 +443,12 @@ class TextColumns:
             counts["first"].setdefault("any", [row_ids[0].as_py(), values[0].as_py()[:_MAX_VALUE_CHARS]])
 
 
-def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | None = None) -> list[str]:
+def make_notes(split_counts: list[dict[str, Counts]], decimal: str | None = None) -> list[str]:
     """Returns a sentence about each column of text that consists mostly of numbers or booleans.
 
     Args:
         split_counts: The counts of each input split.
-        notation: The notation of numbers, for a source that has options for it.
+        decimal: The decimal mark of numbers, for a source that has an option for it.
     """
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
@@ -457,12 +457,12 @@ def make_notes(split_counts: list[dict[str, Counts]], notation: ValueNotation | 
         first: dict[str, list[str]] = {}
         for part in parts:
             first = part["first"] | first
-        if note := _note(name, total, first, notation) or _note_on_dates(name, first, notation):
+        if note := _note(name, total, first, decimal):
             notes.append(note)
     return notes
 
 
-def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
+def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal: str | None) -> str | None:
     """Returns the sentence about one column; None where most of its values are text, or it is text for a reason."""
     values, numbers = total["values"], total["numbers"] + total["written"]
     if values and total["truth"] and total["numbers"] and total["truth"] + total["numbers"] == values:
@@ -480,25 +480,11 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], notatio
     if fitting < values:
         return _note_on_others(name, kind, values - fitting, values, first["truth" if is_truth else "numbers"])
     if total["written"] and not is_truth:
-        return _note_on_written(name, total["written"], values, first["written"], notation)
+        return _note_on_written(name, total["written"], values, first["written"], decimal)
     row_id, value = first["any"]
     return (
         f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id}: they"
         f" are text in the source{'' if is_truth else ', or too long for 64 bits'}."
-    )
-
-
-def _note_on_dates(name: str, first: dict[str, list[str]], notation: ValueNotation | None) -> str | None:
-    """Returns the sentence about a column of text that begins with a date in another form than ISO 8601."""
-    if notation is None or notation.date_format or "any" not in first:
-        return None
-    row_id, value = first["any"]
-    if not (formats := find_date_formats(value)):
-        return None
-    options = " or ".join(f"--date_format '{date_format}'" for date_format in formats)
-    return (
-        f"column {name!r} is text, and its first value, {value!r} in {row_id}, looks like a date. Give {options} if all"
-        f" of its values are such dates."
     )
 
 
@@ -511,15 +497,14 @@ def _note_on_others(name: str, kind: str, others: int, values: int, first: list[
     )
 
 
-def _note_on_written(name: str, written: int, values: int, first: list[str], notation: ValueNotation | None) -> str:
+def _note_on_written(name: str, written: int, values: int, first: list[str], decimal: str | None) -> str:
     """Returns the sentence about a column of numbers, some of which are written in another way."""
     row_id, value = first
     remedy = "Write them with digits and a decimal point alone, as in 1234.5."
-    if notation and (options := notation.find_options(value)):
-        remedy = f"{remedy[:-1]}, or give {' or '.join(options)} where the values are to be read so."
-    elif notation and not notation.is_plain:
-        groups = f", and {notation.thousands!r} between groups of three digits" if notation.thousands else ""
-        remedy = f"Correct them; the options say that numbers have the decimal mark {notation.decimal!r}{groups}."
+    if decimal == "." and re.match(number_pattern(","), value):
+        remedy = f"{remedy[:-1]}, or give --decimal , where the values are to be read so."
+    elif decimal == ",":
+        remedy = "Correct them; the options say that numbers have the decimal mark ','."
     return (
         f"column {name!r} is text: {written} of its {values} values are numbers written in another way, the first is"
         f" {value!r} in {row_id}. {remedy}"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, islice
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -133,8 +133,6 @@ def need_one_size(data: DataFacts, name: str, exif_orientation: bool) -> None:
 
 def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec]) -> Mode:
     """Returns whether less or more of the best metric is better; raises ConfigError if that is not defined."""
-    if mode is not None and mode not in get_args(Mode):
-        raise ConfigError(f"{_INIT_ARGS}.best_mode is {mode!r}; it must be min or max.")
     spec = metrics.get(metric) if mode is None else None
     resolved = mode or mode_of(metric, instantiate(spec, f"{_INIT_ARGS}.metrics.{metric}") if spec else None)
     if resolved is None:

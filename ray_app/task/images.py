@@ -60,8 +60,6 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
         ValueError: The file declares more than `MAX_PIXELS`, is damaged, or is not such an image; the message says
             which.
     """
-    import torch
-
     with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG:
             pixels = _jpeg_pixels(encoded, image)
@@ -82,8 +80,6 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
     They are the values of a PNG or GIF of one channel, or the indices of colors of one with a palette. Raises
     ValueError for an image of colors, or one that `decode_image` refuses.
     """
-    import torch
-
     with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
@@ -417,21 +413,17 @@ def decode_columns(
     unread = [name for name in stored if rows[name].ndim == 1]
     present = {name: kind for name, kind in kinds.items() if name not in unread}
     if not transforms and stored >= present.keys():
-        decoded = {name: _convert_array(rows[name], kind) for name, kind in present.items()}
-        decoded = {
-            name: map_mask_classes(values, mask_classes) if present[name] == MASK else values
-            for name, values in decoded.items()
-        }
+        decoded = {name: _convert_array(rows[name], kind, mask_classes) for name, kind in present.items()}
     else:
         decoded = _decode_by_row(rows, present, transforms, keys, exif_orientation, mask_classes)
     size = next(iter(decoded.values())).shape[-2:] if decoded else (1, 1)
     return decoded | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in unread}
 
 
-def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
-    """Converts arrays (rows, height, width[, channels]) to images with channels first, or to masks."""
+def _convert_array(values: npt.NDArray, kind: str, mask_classes: Sequence[Sequence[int]] = ()) -> npt.NDArray:
+    """Converts arrays (rows, height, width[, channels]) to images with channels first, or to masks of classes."""
     if kind == MASK:
-        return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
+        return map_mask_classes(values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False), mask_classes)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
 
 
@@ -500,8 +492,8 @@ def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int
     """Returns a row's mask, encoded or an array, as a `tv_tensors.Mask` of classes, (height, width)."""
     from torchvision import tv_tensors
 
-    mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else _convert_array(stored, MASK)
-    return tv_tensors.Mask(torch.from_numpy(map_mask_classes(mask, pairs)))
+    mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else stored
+    return tv_tensors.Mask(torch.from_numpy(_convert_array(mask, MASK, pairs)))
 
 
 def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:

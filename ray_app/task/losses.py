@@ -50,6 +50,11 @@ class Losses:
     weights: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def row_weights(self) -> Tensor:
+        """The weight of each row, shape (rows,)."""
+        return torch.ones_like(self.values) if self.weights is None else self.weights
+
     @classmethod
     def of(cls, losses: Tensor | Losses) -> Losses:
         """Returns the result of `Task.loss` or `Task.training_loss` as `Losses`."""
@@ -188,7 +193,7 @@ def sum_on_device(losses: Losses) -> DeviceSums:
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics:
         return DeviceSums(values.sum(), len(values), None)
-    weights = losses.weights.detach() if losses.weights is not None else torch.ones_like(values)
+    weights = losses.row_weights.detach()
     names = sorted(losses.metrics)
     others = [weights, *(losses.metrics[name].detach() for name in names)]
     other_sums = [value.sum(dtype=torch.float64) for value in others]

@@ -116,9 +116,7 @@ def score(
     if not kind_of(device).is_host:
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
-    ragged = any(isinstance(values, Ragged) for values in arrays.values())
-    row_bytes = sum(values[:1].nbytes for values in arrays.values())
-    step = size if fixed else chunk_rows or (size if ragged else _chunk_rows(rows, row_bytes, size))
+    step = size if fixed else chunk_rows or _chunk_rows(arrays, rows, size)
     for low in range(part * step, rows, parts * step):
         batch = {name: to_device(values, device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
@@ -133,30 +131,36 @@ def score(
                 losses.append(Losses.of(task.compute_loss(model, outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]
-        worst_mistakes = []
-        for mistake in mistakes:
-            # Pictures take time, so only mistakes that may be among the worst of the data set get one.
-            if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:
-                worst = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
-                worst_mistakes.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
+        worst_mistakes = _choose_worst(task, batch, low, mistakes, worst)
         items = metrics.items(keep_base=True, copy_state=False)
         states = {str(name): states_of(metric) for name, metric in items if keep is None or name in keep}
         values = torch.cat([one.values for one in losses])
-        if not values.isfinite().all():
-            _refuse_non_finite_row(arrays, low + np.flatnonzero(~values.isfinite().numpy(force=True)), manifest)
-        weights = [one.weights if one.weights is not None else torch.ones_like(one.values) for one in losses]
-        weight = torch.cat(weights).sum(dtype=torch.float64).item()
+        _refuse_non_finite_row(arrays, low, values, manifest)
+        weight = torch.cat([one.row_weights for one in losses]).sum(dtype=torch.float64).item()
         yield Chunk(low, len(values), values.double().sum().item(), weight, states, worst_mistakes)
 
 
-def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], manifest: Manifest | None) -> None:
-    """Refuses the first of some rows that has a NaN or infinite value.
+def _choose_worst(task: Task, batch: Batch, low: int, mistakes: list[Mistake], worst: list[float]) -> list[Mistake]:
+    """Returns the mistakes of a chunk, from row `low` on, that may be among the worst, with pictures, which take time.
+
+    `worst` has the highest confidences of all chunks so far, and gets those of this one.
+    """
+    chosen = []
+    for mistake in mistakes:
+        if len(worst) < MAX_MISTAKES or mistake.confidence > worst[-1]:
+            worst[:] = sorted([*worst, mistake.confidence], reverse=True)[:MAX_MISTAKES]
+            chosen.append(replace(mistake, row=low + mistake.row, image=task.picture(batch, mistake.row)))
+    return chosen
+
+
+def _refuse_non_finite_row(arrays: Arrays, low: int, losses: Tensor, manifest: Manifest | None) -> None:
+    """Refuses the first row of a chunk, from row `low` on, that has a NaN or infinite value and such a loss.
 
     The losses of other rows are NaN or infinite because of the model, and no row is refused for them.
     """
-    for position in positions.tolist():
+    for position in (low + np.flatnonzero(~losses.isfinite().numpy(force=True))).tolist():
         for name, values in arrays.items():
-            row = values.row(position) if isinstance(values, Ragged) else np.asarray(values[position])
+            row = np.asarray(values[position])
             if row.dtype.kind == "f" and not np.isfinite(row).all():
                 reason = f"{name!r} is NaN or infinite, and so is its loss; correct the value or drop the row"
                 if manifest is None:
@@ -164,12 +168,15 @@ def _refuse_non_finite_row(arrays: Arrays, positions: npt.NDArray[np.int64], man
                 raise BadRowError(*manifest.locate(position), reason)
 
 
-def _chunk_rows(rows: int, row_bytes: int, size: int) -> int:
+def _chunk_rows(arrays: Arrays, rows: int, size: int) -> int:
     """Returns the rows of a chunk, a multiple of the rows of a forward pass (`size`).
 
     A chunk has several passes, since the update of a metric costs much more than a row, but there are enough chunks for
-    several processes to share.
+    several processes to share. Where rows have different lengths it has one.
     """
+    if any(isinstance(values, Ragged) for values in arrays.values()):
+        return size
+    row_bytes = sum(values[:1].nbytes for values in arrays.values())
     passes = min(rows // (_TARGET_CHUNKS * size), _MAX_CHUNK_ROWS // size, _MAX_CHUNK_BYTES // max(1, row_bytes * size))
     return size * max(1, passes)
 

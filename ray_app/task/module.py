@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -144,10 +144,8 @@ class ModuleTask(Task):
     ) -> None:
         if not inputs:
             raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
-        self.model = model
-        self.inputs = inputs
-        self.target = target
-        self.loss_spec = loss
+        self.model, self.inputs = model, inputs
+        self.target, self.loss_spec = target, loss
         self.output = output
         self.metric_specs = metrics or {}
         self.transforms = transforms or []
@@ -155,10 +153,6 @@ class ModuleTask(Task):
         self.classes_last = classes_last
         self.train_accuracy = train_accuracy
         self.exif_orientation = exif_orientation
-        if activation is not None and activation not in get_args(Activation):
-            raise ConfigError(
-                f"task.init_args.activation is {activation!r}; it must be one of {', '.join(get_args(Activation))}."
-            )
         self.activation = activation
         self.mean = mean or [0.0]
         self.std = std or [1.0]

@@ -24,7 +24,7 @@ import pyarrow as pa
 from ray_app.data.arrays import Array
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import to_class_indices
 from ray_app.storage.data_files import File, files_in, find_file, folders_in, is_folder, parser_errors
 
@@ -160,7 +160,7 @@ def _in_file(file: File, header: Callable[[IO[bytes]], StoredHeader]) -> _Stored
 
 def _array_part(
     name: str, arrays: dict[str, _Stored], split_rows: int, id_prefix: str, classes: tuple[str, ...] | None = None
-) -> base.Part:
+) -> sources.Part:
     """Returns a part with a column for each array; a label of texts has these classes."""
     layouts = {column: array.layout() for column, array in arrays.items()}
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
@@ -175,8 +175,8 @@ def _array_part(
     starts = range(0, rows, split_rows)
     bounds = [(start, min(start + split_rows, rows)) for start in starts]
     tables = partial(_tables, arrays, layouts, id_prefix, classes)
-    splits = [base.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds]
-    return base.Part(name, splits, classes)
+    splits = [sources.InputSplit(last - first, partial(tables, first, last)) for first, last in bounds]
+    return sources.Part(name, splits, classes)
 
 
 def _tables(
@@ -186,22 +186,22 @@ def _tables(
     classes: tuple[str, ...] | None,
     first: int,
     last: int,
-    refuse: base.Refuse,
+    refuse: sources.Refuse,
 ) -> Iterator[pa.Table]:
     del refuse
     row_bytes = sum(dtype.itemsize * math.prod(shape[1:]) for dtype, shape in layouts.values())
-    step = max(1, base.BLOCK_BYTES // max(1, row_bytes))
+    step = max(1, sources.BLOCK_BYTES // max(1, row_bytes))
     for blocks in zip(*(array.blocks(first, last, step) for array in arrays.values()), strict=True):
         ids = [f"{id_prefix}{i}" for i in range(first, first + len(blocks[0]))]
         columns: dict[str, Array | pa.Array] = dict(zip(arrays, blocks, strict=True))
         if classes is not None:
             columns["label"] = to_class_indices(pa.array(columns["label"]), classes)
-        yield base.make_table(ids, columns)
+        yield sources.make_table(ids, columns)
         first += len(ids)
 
 
 @dataclass(frozen=True)
-class Numpy(base.SourceReader):
+class Numpy(sources.SourceReader):
     """One .npz file, one .npy file, or a folder of .npy files, one column an array (two, of `_train` and `_test`).
 
     One task reads up to `shard_rows` rows, or a whole archive.
@@ -222,7 +222,7 @@ class Numpy(base.SourceReader):
             raise DataError(f"{self.path}: no array; expected one .npz file or a folder with x.npy and y.npy.")
         return files
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns a part for each data set that the names of all arrays tell; otherwise one part.
 
         The names follow Keras' `mnist.npz` (`x_train`), or of MedMNIST (`train_images`). x and images become `image` or
@@ -239,7 +239,7 @@ class Numpy(base.SourceReader):
                 " Rename or remove some."
             )
         texts = set[str]().union(*map(_label_texts, sides.values()))
-        classes = base.sort_classes(str(self.path), texts, False) if texts else None
+        classes = sources.sort_classes(str(self.path), texts, False) if texts else None
         columns = {side: self._columns(of_side) for side, of_side in sides.items()}
         if len({frozenset(of_side) for of_side in columns.values()}) > 1:
             layouts = "; ".join(f"{array.where}: {array.layout()}" for s in columns.values() for array in s.values())
@@ -262,7 +262,7 @@ class Numpy(base.SourceReader):
             )
         return columns
 
-    def _part(self, name: str, columns: dict[str, _Stored], classes: tuple[str, ...] | None) -> base.Part:
+    def _part(self, name: str, columns: dict[str, _Stored], classes: tuple[str, ...] | None) -> sources.Part:
         # An array that is called `target` is meant as one, an array `y` may hold classes.
         y = columns.get("target")
         note = _note_on_classes(y) if y and y.name.lower().startswith("y") else None
@@ -272,7 +272,7 @@ class Numpy(base.SourceReader):
 
 def _lower_names(arrays: dict[str, _Stored]) -> dict[str, _Stored]:
     """Returns the arrays; `X`, `Y` and names such as `X_train` become lower case where that name is not taken."""
-    words = "|".join(base.SPLITS)
+    words = "|".join(sources.SPLITS)
     is_variant = re.compile(rf"[XY](_({words}))?|({words})_[XY]").fullmatch
     return {
         name.lower() if is_variant(name) and name.lower() not in arrays else name: array
@@ -288,7 +288,7 @@ def _divide(arrays: dict[str, _Stored]) -> dict[str, dict[str, _Stored]] | None:
     for pattern in (r"(?P<rest>.+)_(?P<word>[a-z]+)", r"(?P<word>[a-z]+)_(?P<rest>.+)"):
         matches = {name: re.fullmatch(pattern, name) for name in arrays}
         words = {match["word"] if match else "" for match in matches.values()}
-        splits = {word: base.SPLITS.get(word, "") for word in words}
+        splits = {word: sources.SPLITS.get(word, "") for word in words}
         if all(splits.values()) and "train" in splits.values() and len(set(splits.values())) == len(splits) > 1:
             sides: dict[str, dict[str, _Stored]] = {split: {} for split in ("train", "eval", "test")}
             for name, match in matches.items():
@@ -304,7 +304,7 @@ def _label_texts(arrays: dict[str, _Stored]) -> set[str]:
     for name, array in arrays.items():
         dtype, shape = array.layout()
         if name in _LABELS and dtype.kind in "US":
-            rows = max(1, base.BLOCK_BYTES // dtype.itemsize)
+            rows = max(1, sources.BLOCK_BYTES // dtype.itemsize)
             for first, block in zip(range(0, shape[0], rows), array.blocks(0, shape[0], rows), strict=True):
                 if (is_empty := block.reshape(-1) == "").any():
                     raise DataError(
@@ -358,7 +358,7 @@ def _note_on_classes(y: _Stored) -> str | None:
     dtype, shape = y.layout()
     if not shape[0] or len(shape) > 2:
         return None
-    first = next(y.blocks(0, shape[0], max(1, base.BLOCK_BYTES // (dtype.itemsize * math.prod(shape[1:])))))
+    first = next(y.blocks(0, shape[0], max(1, sources.BLOCK_BYTES // (dtype.itemsize * math.prod(shape[1:])))))
     if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
         raise DataError(
             f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
@@ -386,7 +386,7 @@ def _column_name(name: str, dtype: np.dtype, shape: tuple[int, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Idx(base.SourceReader):
+class Idx(sources.SourceReader):
     """MNIST-format files in one folder, gzipped or not: the pair `train-*` becomes `train`, the pair `t10k-*` `test`.
 
     The files have the names of MNIST (`train-images-idx3-ubyte`), of Kaggle's copies (`train-images.idx3-ubyte`, or
@@ -403,7 +403,7 @@ class Idx(base.SourceReader):
         for pair in self._pairs().values():
             yield from pair
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part for each pair of files."""
         del run
         parts = []
@@ -461,22 +461,20 @@ def _idx_header(axes: int, file: IO[bytes]) -> StoredHeader:
 
 
 @dataclass(frozen=True)
-class Digits(base.SourceReader):
+class Digits(sources.SourceReader):
     """The bundled 1,797 images of handwritten digits, 8x8, values 0..16, in the order of scikit-learn's `load_digits`.
 
     Each class has the same fraction of its images in `eval`. `digits.npz` was written by `numpy.savez_compressed` with
     `image`, (rows, 8, 8) uint8, and `label`, (rows,) uint8; NOTICE names the source and the licence of the data.
     """
 
-    traits = FormatTraits(
-        eval_fraction=0.2, has_named_parts=True, divides_rows=True, row_group_rows=5_000, has_input=False
-    )
+    traits = FormatTraits(eval_fraction=0.2, has_named_parts=True, divides_rows=True, has_input=False)
 
     def files(self) -> list[File]:
         """Returns no files: the images come with the package."""
         return []
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns `train` and `eval`, divided by a keyed hash of (seed, index) in each class; for 0 only `train`."""
         del run
         with np.load(Path(__file__).with_name("digits.npz")) as stored:
@@ -489,13 +487,13 @@ class Digits(base.SourceReader):
             held_out += ordered[: round(len(ordered) * fraction)]
         sides = {"train": sorted(set(range(len(labels))) - set(held_out)), "eval": sorted(held_out)}
 
-        def tables(rows: list[int], refuse: base.Refuse) -> Iterator[pa.Table]:
+        def tables(rows: list[int], refuse: sources.Refuse) -> Iterator[pa.Table]:
             del refuse
-            yield base.make_table([str(i) for i in rows], {"image": images[rows], "label": labels[rows]})
+            yield sources.make_table([str(i) for i in rows], {"image": images[rows], "label": labels[rows]})
 
         classes = tuple("0123456789")
         return [
-            base.Part(side, [base.InputSplit(len(rows), partial(tables, rows))], classes, keeps_order=True)
+            sources.Part(side, [sources.InputSplit(len(rows), partial(tables, rows))], classes, keeps_order=True)
             for side, rows in sides.items()
             if side == "train" or fraction
         ]

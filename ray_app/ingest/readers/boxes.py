@@ -17,7 +17,7 @@ from xml.parsers import expat
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.image_files import (
     IGNORED,
     AnnotatedImages,
@@ -70,10 +70,10 @@ class Coco(AnnotatedImages):
         splits: dict[str, list[File]] = {}
         for file in files:
             words = re.split(r"[^a-z]+", f"{file.location.parent.name}_{file.location.name}".lower())
-            split = next((base.SPLITS[word] for word in reversed(words) if word in base.SPLITS), "")
+            split = next((sources.SPLITS[word] for word in reversed(words) if word in sources.SPLITS), "")
             splits.setdefault(split, []).append(file)
         if "" in splits or any(len(group) > 1 for group in splits.values()):
-            listed = base.format_items([file.name for file in files])
+            listed = sources.format_items([file.name for file in files])
             raise DataError(
                 f"{self.path}: the JSON files {listed} do not say by their names or folders which is of which data set"
                 " (train, val, test). Give one of them as input."
@@ -190,7 +190,7 @@ class _CocoFile:
         crowds = sum(one[2] for objects in self._objects.values() for one in objects)
         notes = [f"{crowds} annotations of crowds (iscrowd) are no boxes."] if crowds else []
         if order != list(range(1, len(order) + 1)):
-            notes.append(f"the categories {base.format_items(order)} became the labels 1 to {len(order)}.")
+            notes.append(f"the categories {sources.format_items(order)} became the labels 1 to {len(order)}.")
         return Annotations(rows, tuple(self._categories[category] for category in order), tuple(notes))
 
     def _row(self, image_id: int, file: File | None, labels: dict[int, int]) -> ObjectRow:

@@ -31,7 +31,7 @@ from ray_app.data.arrays import (
 )
 from ray_app.data.plain_columns import to_plain
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.image_files import NOT_AN_IMAGE
 from ray_app.storage.data_files import File
 from ray_app.task.ragged import Ragged
@@ -78,7 +78,7 @@ class Form:
         """The notes of a part of such rows."""
         if not self.has_label_lists:
             return ()
-        order = base.format_items(self.classes or ())
+        order = sources.format_items(self.classes or ())
         return (
             f"the lists of {self.label!r} became the array `target`: 1 for each class in the list, 0 for others;"
             f" {order}",
@@ -88,7 +88,7 @@ class Form:
         """Returns the name under which a column is stored."""
         return column if column != self.label else "target" if self.has_label_lists else "label"
 
-    def convert(self, file: File, table: pa.Table, ids: Sequence[str], refuse: base.Refuse) -> Iterator[pa.Table]:
+    def convert(self, file: File, table: pa.Table, ids: Sequence[str], refuse: sources.Refuse) -> Iterator[pa.Table]:
         """Yields the rows of a table in this form, and refuses those that cannot be used; `ids` has their ids."""
         columns = self._read_columns(file, to_plain(table))
         faults: dict[int, str] = {}
@@ -102,10 +102,10 @@ class Form:
         kept = {name: column.filter(pa.array(good)) for name, column in columns.items()}
         kept_ids = [ids[i] for i in np.flatnonzero(good).tolist()]
         # The arrays of lists of classes are as wide as there are classes.
-        step = base.BLOCK_BYTES // (4 * len(self.classes or ()) + 1) if self.has_label_lists else len(kept_ids)
+        step = sources.BLOCK_BYTES // (4 * len(self.classes or ()) + 1) if self.has_label_lists else len(kept_ids)
         for start in range(0, max(len(kept_ids), 1), max(1, step)):
             values = {self.name_of(name): self._store(name, kept[name].slice(start, max(1, step))) for name in kept}
-            yield base.make_table(kept_ids[start : start + max(1, step)], values)
+            yield sources.make_table(kept_ids[start : start + max(1, step)], values)
 
     def _read_columns(self, file: File, table: pa.Table) -> dict[str, pa.Array]:
         """Returns the columns of the form; raises DataError for one that lacks or holds no lists of numbers."""
@@ -181,7 +181,7 @@ _STORED = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
 
 
 def make_form(
-    reader: base.SourceReader,
+    reader: sources.SourceReader,
     where: object,
     schema: pa.Schema,
     label: str | None,
@@ -226,7 +226,7 @@ def make_form(
         )
     if names and options.classes not in (None, list(names)):
         raise ConfigError(
-            f"{where}: label {noun} {label!r} has the classes {base.format_items(names)}, and classes is"
+            f"{where}: label {noun} {label!r} has the classes {sources.format_items(names)}, and classes is"
             f" {options.classes}. Leave classes out."
         )
     has_named_numbers = bool(options.classes) and not names
@@ -266,8 +266,8 @@ def _explain_unusable(kind: pa.DataType, is_label: bool, has_class_names: bool) 
 
 
 def learn_classes(
-    reader: base.SourceReader,
-    run: base.Run,
+    reader: sources.SourceReader,
+    run: sources.Run,
     learn: Callable[[list[File]], set[str]],
     noun: str,
     forms: dict[str, Form],
@@ -289,7 +289,7 @@ def learn_classes(
         raise DataError(
             f"{reader.pattern}: the label {label!r} is text in {with_text}, but not in {others}. Write it in one type."
         )
-    groups = [group for files in splits.values() for group in base.group_files(files, reader.options.split_bytes)]
+    groups = [group for files in splits.values() for group in sources.group_files(files, reader.options.split_bytes)]
     classes = reader.order_classes(f"{reader.pattern}: {noun} {label!r}", set[str]().union(*run(learn, groups)))
     return {split: replace(form, classes=classes) for split, form in forms.items()}
 
@@ -312,7 +312,7 @@ def _find_bad_images(name: str, images: pa.Array, check: bool, skipped: dict[int
             continue
         if not image.is_valid:
             reasons[i] = f"{name!r} has no bytes, only a path; load the data set and save it with embedded files"
-        elif check and (reason := base.explain_undecodable(image.as_py())):
+        elif check and (reason := sources.explain_undecodable(image.as_py())):
             reasons[i] = NOT_AN_IMAGE.format(reason)
     return reasons
 

@@ -19,15 +19,13 @@ from pyarrow import csv as arrow_csv
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import to_class_indices
 from ray_app.ingest.readers.csv_columns import (
     ColumnScan,
     choose_type,
     convert_values,
     find_too_large,
-    types_of,
 )
 from ray_app.ingest.readers.csv_layout import (
     DELIMITERS,
@@ -39,6 +37,7 @@ from ray_app.ingest.readers.csv_layout import (
     recognize_delimiter,
     recognize_quote,
 )
+from ray_app.ingest.readers.sources import list_text_files
 from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -46,7 +45,7 @@ _MAX_VALUE_CHARS_SHOWN = 40
 """Characters of a value that a message repeats."""
 
 
-class Csv(base.SourceReader):
+class Csv(sources.SourceReader):
     """One CSV file or a folder of them."""
 
     traits = FormatTraits(
@@ -54,7 +53,7 @@ class Csv(base.SourceReader):
         options=frozenset(
             {
                 *("label", "delimiter", "column_names", "tokenizer", "columns", "classes", "targets"),
-                *("encoding", "decimal", "thousands", "date_format", "null", "comment", "skip_lines"),
+                *("encoding", "decimal", "null"),
             }
         ),
     )
@@ -63,16 +62,16 @@ class Csv(base.SourceReader):
         """Returns the files, sorted by name."""
         return list_text_files(self.path, SUFFIXES, "CSV")
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns the one data set; a first pass over the files finds the classes and the type of each column."""
         label = self.options.label
-        groups = base.group_files(self.files(), self.options.split_bytes)
+        groups = sources.group_files(self.files(), self.options.split_bytes)
         facts = list(run(partial(_scan_files, self._format, label, self.skips), groups))
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
-                f"{self.path}: no rows, only a header line with the names {base.format_items(names)}. Give a file with"
-                " rows."
+                f"{self.path}: no rows, only a header line with the names {sources.format_items(names)}. Give a file"
+                " with rows."
             )
         kinds, type_notes = self._choose_types(names, facts)
         notes += type_notes
@@ -83,14 +82,14 @@ class Csv(base.SourceReader):
             classes = self.order_classes(f"{self.path}: label column {label!r}", labels, first_missing)
             kinds[label] = pa.string()
         tables = partial(_read_tables, self._format, label, self.skips, kinds, classes)
-        splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
-        return [base.Part("", splits, classes, notes=tuple(notes))]
+        splits = [sources.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
+        return [sources.Part("", splits, classes, notes=tuple(notes))]
 
     @cached_property
     def _format(self) -> CsvFormat:
         layout, first = CsvFormat.of(self.options), self.files()[0]
-        if not layout.comment and not layout.skip_lines and not layout.column_names:
-            layout = replace(layout, skip_lines=count_preface_lines(first, layout))
+        if not layout.column_names:
+            layout = replace(layout, preface_lines=count_preface_lines(first, layout))
         layout = replace(layout, quote=recognize_quote(first, layout))
         if self.options.delimiter:
             return layout
@@ -119,11 +118,9 @@ class Csv(base.SourceReader):
             )
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
-        if (lines := self._format.skip_lines) and not self.options.skip_lines:
+        if lines := self._format.preface_lines:
             skipped = f"the first line of {path} was" if lines == 1 else f"the first {lines} lines of {path} were"
-            notes.append(
-                f"{skipped} left out, since the header line follows. The option skip_lines names another number."
-            )
+            notes.append(f"{skipped} left out, since the header line follows.")
         if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
         for f in facts:
@@ -154,13 +151,13 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
             if not facts.headers or facts.headers[-1][0] != str(file):
                 facts.headers.append((str(file), list(names)))
             facts.rows += block.num_rows
-            base.ROWS_READ.add(block.num_rows)
+            sources.ROWS_READ.add(block.num_rows)
             # `_check_headers` refuses repeated names once all headers are known.
             if len(set(names)) < len(names):
                 continue
             for name in names:
-                scan = facts.columns.setdefault(name, ColumnScan(types_of(csv_format.notation)))
-                scan.add(block[name], file.name, numbers, csv_format.notation)
+                scan = facts.columns.setdefault(name, ColumnScan())
+                scan.add(block[name], file.name, numbers, csv_format.decimal)
                 if pa.types.is_string(scan.types[0]):
                     _check_zero_bytes(file, name, block[name], numbers)
                     has_line_ends |= bool(pc.any(pc.match_substring(block[name], "\n")).as_py())
@@ -196,14 +193,14 @@ def _read_tables(
     kinds: dict[str, pa.DataType],
     classes: tuple[str, ...] | None,
     files: list[File],
-    refuse: base.Refuse,
+    refuse: sources.Refuse,
 ) -> Iterator[pa.Table]:
     """Yields the tables of an input split; this is the second pass."""
     for file in files:
         bad_rows: list[Any] = []
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
-            table = base.make_table(
+            table = sources.make_table(
                 [f"{name}:{number}" for number in numbers],
                 _convert_block(file, block, label, kinds, classes, csv_format),
             )
@@ -216,7 +213,7 @@ def _read_tables(
                 refuse(f"{file.name}:{invalid.number}", wrong)
 
 
-def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None, refuse: base.Refuse) -> pa.Table:
+def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None, refuse: sources.Refuse) -> pa.Table:
     """Refuses rows with a number that float64 does not represent, and returns the others; `block` has their texts."""
     is_good = np.ones(table.num_rows, np.bool_)
     for column in table.schema:
@@ -244,7 +241,7 @@ def _convert_block(
 ) -> dict[str, pa.Array]:
     """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
     try:
-        columns = {name: convert_values(block[name], kind, layout.notation) for name, kind in kinds.items()}
+        columns = {name: convert_values(block[name], kind, layout.decimal) for name, kind in kinds.items()}
     except (pa.ArrowInvalid, KeyError) as error:
         raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
     columns = {"label" if name == label else name: values for name, values in columns.items()}
@@ -327,7 +324,7 @@ def _string_blocks(file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
     read = arrow_csv.ReadOptions(
         # With several threads pyarrow does not know the numbers of rows, which errors and bad rows need.
         use_threads=False,
-        block_size=base.BLOCK_BYTES,
+        block_size=sources.BLOCK_BYTES,
         column_names=None if has_header else csv_format.column_names,
     )
     convert = arrow_csv.ConvertOptions(default_column_type=pa.string())

@@ -14,13 +14,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import IO, Any
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import IngestOptions
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.csv_columns import ValueNotation
+from ray_app.ingest.readers import sources
 from ray_app.storage.data_files import File, parser_errors
 from ray_app.storage.text_files import open_text
 
@@ -35,8 +33,8 @@ _MAX_VALUE_CHARS = 1 << 30
 csv.field_size_limit(_MAX_VALUE_CHARS)
 _MAX_NAMES = 20
 """Maximum number of names in a command of a message."""
-_LINE_BYTES = 1 << 20
-"""Characters of a line that are read together, where lines are left out or decoded."""
+_BLOCK_CHARS = 1 << 16
+"""Characters of another encoding that are converted together."""
 _MAX_LISTED = 5
 """Maximum number of names in a message."""
 
@@ -45,17 +43,17 @@ _MAX_LISTED = 5
 class CsvFormat:
     """The layout of all files of a data set; without names of columns the header line of each file has them.
 
-    `nulls` are further spellings of a missing value; for the others see `IngestOptions`.
+    `nulls` are further spellings of a missing value, and `preface_lines` is the number of lines above the header line;
+    for the others see `IngestOptions`.
     """
 
     delimiter: str = ","
     quote: str = '"'
     column_names: tuple[str, ...] | None = None
     encoding: str = "utf-8"
-    notation: ValueNotation = ValueNotation()
+    decimal: str = "."
     nulls: tuple[str, ...] = ()
-    comment: str | None = None
-    skip_lines: int = 0
+    preface_lines: int = 0
 
     @classmethod
     def of(cls, options: IngestOptions) -> CsvFormat:
@@ -66,10 +64,8 @@ class CsvFormat:
             '"',
             tuple(options.column_names) if options.column_names else None,
             options.encoding,
-            ValueNotation.of(options),
+            options.decimal,
             tuple([options.null] if isinstance(options.null, str) else options.null or ()),
-            options.comment,
-            options.skip_lines,
         )
 
     def has_header(self, file: File) -> bool:
@@ -84,19 +80,18 @@ class CsvFormat:
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
             f"Expected {self.encoding.upper()} text with {first} and the same number of values, separated by"
-            f" {delimiter}, in every row. Correct the file, or name another delimiter or encoding, or the number of"
-            " lines above the header (--skip_lines)."
+            f" {delimiter}, in every row. Correct the file, remove lines above the header, or name another delimiter or"
+            " encoding."
         )
 
     @contextmanager
     def open(self, file: File) -> Iterator[IO[bytes]]:
-        """Opens a file as UTF-8 text without skipped lines and comments."""
-        if self.encoding == "utf-8" and not self.comment and not self.skip_lines:
-            with open_text(file) as stream:
-                yield stream
-            return
-        with file.open_unpacked() as stream:
-            yield io.BufferedReader(_PlainLines(stream, self, file), _LINE_BYTES)
+        """Opens a file as UTF-8 text without the lines above the header line."""
+        with file.open_unpacked() if self.encoding != "utf-8" else open_text(file) as stream:
+            text: Any = stream if self.encoding == "utf-8" else io.BufferedReader(_Transcoded(stream, self, file))
+            for _ in range(self.preface_lines):
+                text.readline(_HEAD_BYTES)
+            yield text
 
     def read_head(self, file: File) -> str:
         """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
@@ -104,13 +99,12 @@ class CsvFormat:
             return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
-class _PlainLines(io.RawIOBase):
-    """The lines of a stream as UTF-8, without the first `skip_lines` and those that begin with `comment`."""
+class _Transcoded(io.RawIOBase):
+    """A stream of another encoding as UTF-8."""
 
     def __init__(self, stream: IO[bytes], layout: CsvFormat, file: File) -> None:
-        encoding = "utf-8-sig" if layout.encoding == "utf-8" else layout.encoding
-        self._text = io.TextIOWrapper(stream, encoding, newline="")
-        self._layout, self._file = layout, file
+        self._text = io.TextIOWrapper(stream, layout.encoding, newline="")
+        self._file = file
         self._rest = b""
 
     def readable(self) -> bool:
@@ -121,33 +115,16 @@ class _PlainLines(io.RawIOBase):
         """Copies the next bytes; returns their number, 0 at the end."""
         if not self._rest:
             try:
-                self._rest = next(self._blocks, "").encode()
+                self._rest = self._text.read(_BLOCK_CHARS).encode()
             except UnicodeError as error:
                 raise DataError(
-                    f"{self._file}: it is not {self._layout.encoding}: {error}. Name another encoding, one of utf-8,"
+                    f"{self._file}: it is not {self._text.encoding}: {error}. Name another encoding, one of utf-8,"
                     " latin-1, cp1252 and utf-16."
                 ) from error
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
         return count
-
-    @cached_property
-    def _blocks(self) -> Iterator[str]:
-        return self._read_blocks()
-
-    def _read_blocks(self) -> Iterator[str]:
-        """Yields text of bounded length; a long line comes in parts, so that memory stays bounded."""
-        number = 0
-        is_new, is_left_out = True, False
-        while part := self._text.readline(_LINE_BYTES):
-            if is_new:
-                number += 1
-                is_comment = bool(self._layout.comment) and part.startswith(str(self._layout.comment))
-                is_left_out = number <= self._layout.skip_lines or is_comment
-            is_new = part.endswith(("\n", "\r"))
-            if not is_left_out:
-                yield part
 
 
 def parse_first_rows(head: str, delimiter: str, quote: str = '"') -> list[list[str]]:
@@ -170,7 +147,7 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
     comma divides the first row. Otherwise it is the delimiter that gives the first row most values.
     """
     head = layout.read_head(file)
-    marks = [mark for mark in DELIMITERS if mark != layout.notation.decimal]
+    marks = [mark for mark in DELIMITERS if mark != layout.decimal]
     widths = {mark: [len(row) for row in parse_first_rows(head, mark, layout.quote)] or [1] for mark in marks}
     num_columns = len(layout.column_names or ())
     if num_columns > 1 and (fits := [mark for mark, width in widths.items() if width[0] == num_columns]):
@@ -232,7 +209,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({base.format_items(numbers)}) where the names of the columns are"
+            f"{file}: the first line holds numbers ({sources.format_items(numbers)}) where the names of the columns are"
             f" expected. If the file has no header line, give its {len(names)} names:"
             f" --column_names '{_example_names(len(names))}'; if these are the names, give just them:"
             f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
@@ -241,7 +218,7 @@ def check_header(file: str, names: list[str]) -> str | None:
     if repeated:
         columns_of = {name: [i for i, other in enumerate(names, 1) if other == name] for name in repeated}
         listed = ", ".join(
-            f"{name!r} (columns {base.format_items(columns)})"
+            f"{name!r} (columns {sources.format_items(columns)})"
             for name, columns in itertools.islice(columns_of.items(), _MAX_LISTED)
         )
         more = f" and {len(repeated) - _MAX_LISTED} more names" if len(repeated) > _MAX_LISTED else ""
@@ -250,8 +227,8 @@ def check_header(file: str, names: list[str]) -> str | None:
         )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({base.format_items(numbers)}). If they are values of a first"
-            " row, since the file has no header line, give --column_names."
+            f"the names of columns in {file} are numbers ({sources.format_items(numbers)}). If they are values of a"
+            " first row, since the file has no header line, give --column_names."
         )
     return None
 
@@ -276,12 +253,12 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
         return
     missing = [name for name in names if name not in other_names]
     extra = [name for name in other_names if name not in names]
-    differences = [f"lacks {base.format_items(missing)}"] if missing else []
-    differences += [f"has also {base.format_items(extra)}"] if extra else []
+    differences = [f"lacks {sources.format_items(missing)}"] if missing else []
+    differences += [f"has also {sources.format_items(extra)}"] if extra else []
     difference = " and ".join(differences) or "has the columns in another order"
     raise DataError(
-        f"{other_path}: columns {base.format_items(other_names)}, but the first file, {path}, has"
-        f" {base.format_items(names)}: it {difference}. Give all files one header."
+        f"{other_path}: columns {sources.format_items(other_names)}, but the first file, {path}, has"
+        f" {sources.format_items(names)}: it {difference}. Give all files one header."
     )
 
 

@@ -20,7 +20,7 @@ from ray_app.data.dataset import index_columns
 from ray_app.data.plain_columns import is_image, plain_schema, to_plain
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import (
     Form,
     Shape,
@@ -46,7 +46,7 @@ SUFFIXES = (".arrow", ".feather", ".parquet")
 _SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _NUMBER = re.compile(r"([-_.]\d+)+$")
-_SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(base.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
+_SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(sources.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
 _BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
 _NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
 _FILE_MAGIC = b"ARROW1"
@@ -55,7 +55,7 @@ _ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 """Marks at the end of an Arrow stream; the second one was written until Arrow 0.15."""
 
 
-class HuggingFace(base.SourceReader):
+class HuggingFace(sources.SourceReader):
     """A folder of one data set with its splits, or one file."""
 
     traits = FormatTraits(
@@ -70,7 +70,7 @@ class HuggingFace(base.SourceReader):
         descriptions = [find_file(folder / name) for folder in folders for name in ("state.json", "dataset_info.json")]
         return rows + [file for file in descriptions if file]
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part for each split, with the split's name; a single part has no name."""
         parts = []
         for split, form in self._forms(run).items():
@@ -78,7 +78,7 @@ class HuggingFace(base.SourceReader):
             input_splits = self.input_splits(files, partial(_tables, form))
             name = split if len(self._splits) > 1 else ""
             index = index_columns(form.schema)
-            parts.append(base.Part(name, input_splits, form.classes, notes=form.notes, index_columns=index))
+            parts.append(sources.Part(name, input_splits, form.classes, notes=form.notes, index_columns=index))
         return parts
 
     @cached_property
@@ -109,7 +109,7 @@ class HuggingFace(base.SourceReader):
             need_all_numbers(self.path, files)
         return splits
 
-    def _forms(self, run: base.Run) -> dict[str, Form]:
+    def _forms(self, run: sources.Run) -> dict[str, Form]:
         """Returns the form of each split; a label of text takes a pass over its column to find the classes."""
         forms = {split: self._form(files) for split, files in self._splits.items()}
         learn = partial(_label_values, next(iter(forms.values())).label or "")
@@ -250,7 +250,7 @@ def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) ->
 def _refuse_repeated(file: File, names: list[str]) -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{file}: two columns of one name: {base.format_items(repeated)}. Give each column its own name and save"
+            f"{file}: two columns of one name: {sources.format_items(repeated)}. Give each column its own name and save"
             " the file again."
         )
 
@@ -265,7 +265,7 @@ def _read(file: File, columns: list[str], batch_rows: int = _BATCH_ROWS) -> Iter
         for batch in batches:
             # Without the check a damaged batch can refer to memory outside itself.
             batch.validate(full=True)
-            step = max(1, base.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
+            step = max(1, sources.BLOCK_BYTES * len(batch) // max(1, batch.nbytes))
             for start in range(0, len(batch), step):
                 yield to_plain(pa.Table.from_batches([batch.slice(start, step)]))
 
@@ -321,7 +321,7 @@ def _shapes(files: list[File], ragged: list[str], lists: list[str]) -> dict[str,
     return shapes
 
 
-def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: Form, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
     for file in files:
         row, name = 0, file.name
         for table in _read(file, form.schema.names):

@@ -28,7 +28,7 @@ import pyarrow as pa
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import to_list_array
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
@@ -76,7 +76,7 @@ def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
             return convert_image(encoded, first_frame)
     except ValueError as error:
         raise ValueError(_CANNOT_CONVERT.format(error)) from error
-    if check and (reason := base.explain_undecodable(encoded) or _explain_animated_png(encoded)):
+    if check and (reason := sources.explain_undecodable(encoded) or _explain_animated_png(encoded)):
         remedy = "; --first_frame true takes the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
@@ -338,7 +338,7 @@ class Annotations:
 
 
 @dataclass(frozen=True)
-class AnnotatedImages(base.SourceReader):
+class AnnotatedImages(sources.SourceReader):
     """Base of the readers of annotated images; `annotations` reads the annotations of each data set."""
 
     @abstractmethod
@@ -360,7 +360,7 @@ class AnnotatedImages(base.SourceReader):
         for part in self._annotations.values():
             yield from (row.image for row in part.rows if row.image)
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns the data sets, all with the same classes; their rows are in the order of a hash of their names."""
         del run
         if self.options.segmentation:
@@ -381,17 +381,17 @@ class AnnotatedImages(base.SourceReader):
             rows = sorted(
                 _refuse_repeated(one.rows), key=lambda row: hashlib.blake2b(row.row_id.encode(), key=b"order").digest()
             )
-            groups = base.group_items(
+            groups = sources.group_items(
                 rows,
                 lambda row: row.image.size if row.image else 0,
                 self.options.shard_rows,
                 self.options.split_bytes,
             )
-            splits = [base.InputSplit(len(group), partial(tables, group)) for group in groups]
+            splits = [sources.InputSplit(len(group), partial(tables, group)) for group in groups]
             notes = [*one.notes]
             if empty := sum(not row.boxed for row in rows if row.image):
                 notes.append(f"{empty} of {len(rows)} images have no box; they are rows without objects.")
-            parts.append(base.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
+            parts.append(sources.Part(name, splits, named, one.skipped, keeps_order=True, notes=tuple(notes)))
         return parts
 
 
@@ -421,10 +421,10 @@ def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
 
 
 def object_tables(
-    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: base.Refuse
+    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: sources.Refuse
 ) -> Iterator[pa.Table]:
     """Yields the tables of images with `boxes`, `labels` and, with `segmentation`, `mask`; refuses unusable rows."""
-    for block in base.batch_rows(_read(check, segmentation, rows, refuse), lambda item: len(item[1])):
+    for block in sources.batch_rows(_read(check, segmentation, rows, refuse), lambda item: len(item[1])):
         some = [item[0] for item in block]
         columns: dict[str, Any] = {
             "image": pa.array([item[1] for item in block], pa.binary()),
@@ -435,11 +435,11 @@ def object_tables(
             columns["mask"] = pa.array([item[3] for item in block], pa.binary())
         if some[0].image_id is not None:
             columns["image_id"] = pa.array([row.image_id for row in some], pa.int64())
-        yield base.make_table([row.row_id for row in some], columns)
+        yield sources.make_table([row.row_id for row in some], columns)
 
 
 def _read(
-    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: base.Refuse
+    check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: sources.Refuse
 ) -> Iterator[tuple[ObjectRow, bytes, npt.NDArray[np.float32], bytes]]:
     """Yields each row that can be used with its image, boxes in pixels, and mask (empty without `segmentation`)."""
     for row in rows:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import label_texts, to_class_indices
 from ray_app.ingest.readers.csv_files import Csv
 from ray_app.ingest.readers.image_files import (
@@ -93,7 +93,7 @@ class _Labels:
 
 
 @dataclass(frozen=True)
-class Images(base.SourceReader):
+class Images(sources.SourceReader):
     """A folder of images, with one sub-folder a class, or any folders and a file of labels or masks."""
 
     traits = FormatTraits(
@@ -119,7 +119,7 @@ class Images(base.SourceReader):
         yield from self._images
         yield from self._masks.values()
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part, or one for each folder `train`, `val` and `test`; each lists every skipped file.
 
         The rows are in the order of a hash of their names: training shuffles rows within windows, and a window of rows
@@ -140,12 +140,12 @@ class Images(base.SourceReader):
                     f"{self.path}: no image for the data set {name!r}. Add some, or give another folder as input."
                 )
             rows = sorted(rows, key=self._order)
-            groups = base.group_items(rows, lambda row: row.size, options.shard_rows, options.split_bytes)
+            groups = sources.group_items(rows, lambda row: row.size, options.shard_rows, options.split_bytes)
             splits = [
-                base.InputSplit(len(group), partial(_tables, form, group, _values_of(group, labels.values)))
+                sources.InputSplit(len(group), partial(_tables, form, group, _values_of(group, labels.values)))
                 for group in groups
             ]
-            parts.append(base.Part(name, splits, classes, skipped, keeps_order=True, notes=notes))
+            parts.append(sources.Part(name, splits, classes, skipped, keeps_order=True, notes=notes))
         return parts
 
     def _order(self, row: ImageRow) -> bytes:
@@ -170,7 +170,7 @@ class Images(base.SourceReader):
         (or have no class folders).
         """
         inner = folders_in(self.path) if is_folder(self.path) else []
-        names = {folder.name: base.SPLITS.get(folder.name.lower(), "") for folder in inner}
+        names = {folder.name: sources.SPLITS.get(folder.name.lower(), "") for folder in inner}
         if len(names) < 2 or "train" not in names.values() or not all(names.values()):
             return {}
         if self._has_classes and not all(folders_in(folder) for folder in inner):
@@ -306,7 +306,9 @@ class Images(base.SourceReader):
         """Returns a note on classes of other data sets that the one to train on lacks."""
         trained = {name for row, name in zip(rows, names, strict=True) if self._split_of(row) in ("", "train")}
         if missing := sorted(set(names) - trained):
-            return (f"no image to train on is of the classes {base.format_items(missing)}, which other folders have.",)
+            return (
+                f"no image to train on is of the classes {sources.format_items(missing)}, which other folders have.",
+            )
         return ()
 
     @cached_property
@@ -318,7 +320,7 @@ class Images(base.SourceReader):
             raise DataError(f"labels {file} has {file.size} bytes; allowed are {_MAX_LABEL_BYTES}. Divide the images.")
         return file
 
-    def _labels_in_file(self, run: base.Run) -> _Labels:
+    def _labels_in_file(self, run: sources.Run) -> _Labels:
         """Returns the rows of the file of labels."""
         # `Csv` reads the file twice; the first pass finds the types of the columns.
         # A column that is left out here is not read, whatever it holds.
@@ -335,7 +337,7 @@ class Images(base.SourceReader):
         values, classes = {name: table[name] for name in others}, None
         if label and pa.types.is_string(table[label].type):
             texts = label_texts(table[label])
-            classes = base.sort_classes(f"{self._label_file}: column {label!r}", texts, skip=True)
+            classes = sources.sort_classes(f"{self._label_file}: column {label!r}", texts, skip=True)
             values[label] = to_class_indices(table[label].combine_chunks(), classes)
         values = {"label" if name == label else name: column for name, column in values.items()}
         if not label and not self.options.targets and len(others) == 1:
@@ -473,18 +475,18 @@ class _Form:
     mask_values: MaskValues | None
 
 
-def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: base.Refuse) -> Iterator[pa.Table]:
-    for block in base.batch_rows(_read(form, rows, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
+def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: sources.Refuse) -> Iterator[pa.Table]:
+    for block in sources.batch_rows(_read(form, rows, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
         indices, ids, images, masks = (list(column) for column in zip(*block, strict=True))
         columns: dict[str, Any] = {"image": pa.array(images, pa.binary())}
         if masks[0] is not None:
             columns["mask"] = pa.array(masks, pa.binary())
         some = values.take(pa.array(indices, pa.int64())) if values.num_columns else values
         columns |= {name: some[name] for name in some.column_names}
-        yield base.make_table(ids, columns)
+        yield sources.make_table(ids, columns)
 
 
-def _read(form: _Form, rows: list[ImageRow], refuse: base.Refuse) -> Iterator[tuple[int, str, bytes, bytes | None]]:
+def _read(form: _Form, rows: list[ImageRow], refuse: sources.Refuse) -> Iterator[tuple[int, str, bytes, bytes | None]]:
     """Yields the index, id, image and mask of each row that can be used."""
     for index, row in enumerate(rows):
         if row.image is None or row.reason:

@@ -22,8 +22,7 @@ import pyarrow.json as pj
 from ray_app.data.arrays import is_list
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import list_text_files
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import (
     Form,
     Shape,
@@ -33,6 +32,7 @@ from ray_app.ingest.readers.converter import (
     make_form,
     ragged_shape,
 )
+from ray_app.ingest.readers.sources import list_text_files
 from ray_app.storage.data_files import HEAD_BYTES, File, parser_errors
 from ray_app.storage.text_files import MAX_LINE_BYTES, iterate_json, open_text
 
@@ -56,7 +56,7 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-class JsonLines(base.SourceReader):
+class JsonLines(sources.SourceReader):
     """One file of JSON lines or a folder of them.
 
     With `on_bad_row: skip` lines without a JSON object, with lists of another shape or without a label are left out. A
@@ -73,18 +73,18 @@ class JsonLines(base.SourceReader):
         files = list_text_files(self.path, (*_SUFFIXES, *_LIST_SUFFIXES), "JSON lines")
         return [file for file in files if file.location.name.endswith(_SUFFIXES)] or files
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part; a first pass over the files finds the types, the shapes of lists, and the classes."""
-        groups = base.group_files(self.files(), self.options.split_bytes)
+        groups = sources.group_files(self.files(), self.options.split_bytes)
         blocks = partial(_blocks, self.options.flatten)
         facts = list(run(partial(learn_json, self.options, blocks), groups))
         form = make_json_form(self, facts, blocks)
         tables = partial(_tables, form, blocks)
-        splits = [base.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
-        return [base.Part("", splits, form.classes, notes=form.notes)]
+        splits = [sources.InputSplit(f.rows, partial(tables, files)) for f, files in zip(facts, groups, strict=True)]
+        return [sources.Part("", splits, form.classes, notes=form.notes)]
 
 
-def make_json_form(reader: base.SourceReader, facts: list[JsonFacts], blocks: Blocks) -> Form:
+def make_json_form(reader: sources.SourceReader, facts: list[JsonFacts], blocks: Blocks) -> Form:
     """Returns the form that every row must have, from the facts of all files; the label has its classes."""
     options, label = reader.options, reader.options.label
     try:
@@ -124,7 +124,7 @@ def learn_json(options: IngestOptions, blocks: Blocks, files: list[File]) -> Jso
     keep, facts = _kept_keys(options), JsonFacts()
     for block in blocks(files):
         facts.rows += len(block.lines)
-        base.ROWS_READ.add(len(block.lines))
+        sources.ROWS_READ.add(len(block.lines))
         _check_number_of_keys(block, keep)
         table, _ = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
@@ -169,7 +169,7 @@ def _check_number_of_keys(block: JsonBlock, keep: set[str] | None) -> None:
     per_line = len(new) / max(1, len(keys) // 2)
     estimated = len(first | new) + per_line * (len(block.lines) - len(keys))
     if estimated * len(block.lines) > _MAX_CELLS:
-        examples = base.format_items(sorted(new)[:3])
+        examples = sources.format_items(sorted(new)[:3])
         where = f"{block.file}: {len(block.lines):,} lines from {block.ids[0]} on"
         allowed = _MAX_CELLS // len(block.lines)
         raise DataError(
@@ -185,13 +185,13 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
     return pa.string() if pa.types.is_temporal(kind) else kind
 
 
-def _tables(form: Form, blocks: Blocks, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: Form, blocks: Blocks, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
     for block in blocks(files):
         table, good = parse_json(block, form.schema, refuse)
         yield from form.convert(block.file, table, [block.ids[index] for index in good], refuse)
 
 
-def parse_json(block: JsonBlock, schema: pa.Schema, refuse: base.Refuse) -> tuple[pa.Table, list[int]]:
+def parse_json(block: JsonBlock, schema: pa.Schema, refuse: sources.Refuse) -> tuple[pa.Table, list[int]]:
     """Returns the lines that fit a schema as a table, and their indices; refuses the others."""
     table, bad = _parse_block(block, schema, None)
     for index, reason in bad:
@@ -246,7 +246,7 @@ Blocks = Callable[[list[File]], Iterator[JsonBlock]]
 def _blocks(is_flattened: bool, files: list[File]) -> Iterator[JsonBlock]:
     """Yields the lines of files without the empty ones; an id has the number of the line, 1 for the first of a file."""
     for file in files:
-        for block in base.batch_rows(_lines(file), lambda line: len(line[1])):
+        for block in sources.batch_rows(_lines(file), lambda line: len(line[1])):
             lines = [_flatten(line) if is_flattened else line for _, line in block]
             yield JsonBlock(file, lines, [f"{file.name}:{number}" for number, _ in block])
 

@@ -22,10 +22,10 @@ from ray_app.config.import_paths import require
 from ray_app.data.arrays import is_list
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import match_files
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import ANY, Form, Shape, learn_classes, make_form
 from ray_app.ingest.readers.hugging_face import group_by_split, need_all_numbers
+from ray_app.ingest.readers.sources import match_files
 from ray_app.storage.data_files import File, has_image_signature, parser_errors
 
 MAX_RECORD_BYTES = 512 << 20
@@ -35,7 +35,7 @@ _TYPES = {"float_list": pa.float32(), "int64_list": pa.int64(), "bytes_list": pa
 _KINDS = {**{kind: name for name, kind in _TYPES.items()}, pa.string(): "bytes_list"}
 
 
-class TFRecord(base.SourceReader):
+class TFRecord(sources.SourceReader):
     """TFRecord files; an image is a feature that holds one in the first row."""
 
     traits = FormatTraits(
@@ -47,7 +47,7 @@ class TFRecord(base.SourceReader):
         """Returns the files of every split."""
         return [file for files in self._splits.values() for file in files]
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part, or one for each split; its columns are the features of its first row.
 
         A label of text takes a pass over all records to find the classes.
@@ -56,7 +56,7 @@ class TFRecord(base.SourceReader):
         forms = {split: self._form(files) for split, files in self._splits.items()}
         learn = partial(_label_texts, next(iter(forms.values())).label or "")
         return [
-            base.Part(split, self.input_splits(self._splits[split], partial(_tables, form)), form.classes)
+            sources.Part(split, self.input_splits(self._splits[split], partial(_tables, form)), form.classes)
             for split, form in learn_classes(self, run, learn, "label", forms, self._splits).items()
         ]
 
@@ -125,15 +125,15 @@ def _label_texts(label: str, files: list[File]) -> set[str]:
     return texts - {""}
 
 
-def _tables(form: Form, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: Form, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
     rows = (row for file in files for row in _usable(form, file, refuse))
-    for block in base.batch_rows(rows, lambda row: row[2]):
+    for block in sources.batch_rows(rows, lambda row: row[2]):
         columns = zip(form.schema.types, *(row[1] for row in block), strict=True)
         table = pa.table([pa.array(values, kind) for kind, *values in columns], form.schema)
         yield from form.convert(files[0], table, [row[0] for row in block], refuse)
 
 
-def _usable(form: Form, file: File, refuse: base.Refuse) -> Iterator[tuple[str, list[Any], int]]:
+def _usable(form: Form, file: File, refuse: sources.Refuse) -> Iterator[tuple[str, list[Any], int]]:
     """Yields id, values by column, and bytes of every row with features of the kinds of the form."""
     for number, data in enumerate(_records(file)):
         row_id = f"{file.name}:{number}"

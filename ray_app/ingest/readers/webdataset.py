@@ -22,10 +22,10 @@ import pyarrow as pa
 from ray_app.data.arrays import Array, is_list
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits, IngestOptions
-from ray_app.ingest.readers import base
-from ray_app.ingest.readers.base import match_files
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import Form, Shape
 from ray_app.ingest.readers.json_lines import JsonBlock, learn_json, make_json_form, parse_json, select_keys
+from ray_app.ingest.readers.sources import match_files
 from ray_app.storage.data_files import File, parser_errors, printable_name
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
@@ -49,7 +49,7 @@ Members = dict[str, bytes]
 """The members of a row by their extension in lower case."""
 
 
-class WebDataset(base.SourceReader):
+class WebDataset(sources.SourceReader):
     """Tar files; the label is a key of each row's .json (option `label`), or the member .cls, if there is one.
 
     `json.KEY` among the option `columns` is a value of the .json, which becomes the column KEY.
@@ -61,7 +61,7 @@ class WebDataset(base.SourceReader):
         """Returns the files, sorted, or in the order of the braces."""
         return self._files
 
-    def parts(self, run: base.Run) -> list[base.Part]:
+    def parts(self, run: sources.Run) -> list[sources.Part]:
         """Returns one part; its columns are those of the members of the first row.
 
         Values of the .json, also a label, take a pass over all files to find their types and the classes.
@@ -82,13 +82,13 @@ class WebDataset(base.SourceReader):
         json_form = self._json_form(run) if keys or label else Form(pa.schema([]), {}, None, None)
         form = _make_form(members, columns is None, columns is None or "json" in columns, keys, json_form, self.options)
         splits = self.input_splits(self._files, partial(_tables, form))
-        return [base.Part("", splits, json_form.classes, notes=json_form.notes)]
+        return [sources.Part("", splits, json_form.classes, notes=json_form.notes)]
 
-    def _json_form(self, run: base.Run) -> Form:
+    def _json_form(self, run: sources.Run) -> Form:
         """Returns the form of the keys of the .json that become columns, by the rules of JSON lines."""
         options = replace(self.options, columns=self._keys, drop=None)
         blocks = partial(_json_blocks, [*self._keys, *filter(None, [options.label])])
-        groups = base.group_files(self._files, options.split_bytes)
+        groups = sources.group_files(self._files, options.split_bytes)
         facts = list(run(partial(learn_json, options, blocks), groups))
         return make_json_form(replace(self, options=options), facts, blocks)
 
@@ -121,7 +121,7 @@ class WebDataset(base.SourceReader):
             if usable:
                 advice = f"Leave them out by naming the columns to keep: --columns '[{', '.join(usable)}]'."
             raise DataError(
-                f"{where} has the members {base.format_items(unknown)}, of which no column is made; allowed are"
+                f"{where} has the members {sources.format_items(unknown)}, of which no column is made; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
             )
         columns = [_column(name) for name in first]
@@ -167,7 +167,7 @@ def _json_blocks(keys: list[str], files: list[File]) -> Iterator[JsonBlock]:
     """Yields those of the keys that each .json has."""
     for file in files:
         rows = ((key, row["json"]) for key, row in _rows(file, lambda name: name == "json") if "json" in row)
-        for block in base.batch_rows(rows, lambda row: len(row[1])):
+        for block in sources.batch_rows(rows, lambda row: len(row[1])):
             yield JsonBlock(file, [_line(data, keys) for _, data in block], [f"{file.name}:{key}" for key, _ in block])
 
 
@@ -247,9 +247,9 @@ def _array_type(dtype: np.dtype, shape: tuple[int, ...]) -> pa.DataType:
     return kind
 
 
-def _tables(form: _WebDatasetForm, files: list[File], refuse: base.Refuse) -> Iterator[pa.Table]:
+def _tables(form: _WebDatasetForm, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
     for file in files:
-        for rows in base.batch_rows(_usable(form, file, refuse), lambda row: row[2]):
+        for rows in sources.batch_rows(_usable(form, file, refuse), lambda row: row[2]):
             ids, keys = [row[0] for row in rows], pa.table({})
             good = [*range(len(rows))]
             if form.keys.names:
@@ -278,7 +278,7 @@ def _to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     return array
 
 
-def _usable(form: _WebDatasetForm, file: File, refuse: base.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
+def _usable(form: _WebDatasetForm, file: File, refuse: sources.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
     """Yields id, values of members by column, and bytes of every row that has the members of the form."""
     for key, members in _rows(file, form.is_kept):
         row_id = f"{file.name}:{key}"

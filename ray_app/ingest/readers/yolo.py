@@ -17,7 +17,7 @@ import yaml
 
 from ray_app.errors import DataError
 from ray_app.ingest.options import FormatTraits
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.image_files import (
     AnnotatedImages,
     Annotations,
@@ -184,7 +184,7 @@ class Yolo(AnnotatedImages):
         inner = folders_in(folder)
         splits: dict[str, list[Location | File]] = {}
         for one in inner:
-            splits.setdefault(base.SPLITS.get(one.name.lower(), ""), []).append(one)
+            splits.setdefault(sources.SPLITS.get(one.name.lower(), ""), []).append(one)
         if "" in splits or "train" not in splits:
             return {"": [folder]}
         if len(splits) < len(inner) or any(has_image_suffix(file) for file in files_in(folder)):
@@ -208,7 +208,7 @@ class Yolo(AnnotatedImages):
                 return file
         raise DataError(
             f"{self._names_file}: it names {entry!r}, and there is no folder and no list of images at"
-            f" {base.format_items(list(map(str, tried)))}. Correct path, train, val and test, or leave them out."
+            f" {sources.format_items(list(map(str, tried)))}. Correct path, train, val and test, or leave them out."
         )
 
     def _candidates(self, entry: str) -> list[Location]:

@@ -23,7 +23,7 @@ import pytest
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.ingest import READERS, IngestOptions, ingest
-from ray_app.ingest.readers import base as readers_base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.arrays import Numpy
 from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images
 from tests.support.paths import ROOT
@@ -49,25 +49,26 @@ def test_a_split_keeps_every_row_once_for_any_shard_size(tmp_path: Path) -> None
 
 
 def test_shards_and_row_groups_are_bounded_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 15)
     np.savez(tmp_path / "d.npz", x=RNG.random((95, 2)))
     whole = None
     for block_bytes in (64, 1 << 20):
-        monkeypatch.setattr(readers_base, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
         out = tmp_path / str(block_bytes)
-        ingest(IngestOptions("numpy", str(out), str(tmp_path / "d.npz"), shard_rows=40, row_group_rows=15))
+        ingest(IngestOptions("numpy", str(out), str(tmp_path / "d.npz"), shard_rows=40))
         assert row_groups(out) == [[15, 15, 10], [15, 15, 10], [15]]
         data = {path.name: path.read_bytes() for path in out.glob("*.parquet")}
         whole = whole or data
         assert data == whole, "the files depend on the size of the blocks read"
 
 
-def test_row_groups_are_bounded_in_bytes_also_with_larger_rows(tmp_path: Path) -> None:
+def test_row_groups_are_bounded_in_bytes_also_with_larger_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_BYTES", 1000)
     sizes = [300, 300, 300, 5000, 100, 100, 5000, 900]
     (tmp_path / "in" / "only").mkdir(parents=True)
     for i, size in enumerate(sizes):
         (tmp_path / "in" / "only" / f"{i}.png").write_bytes(bytes(size))
-    options = IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), check=False, row_group_bytes=1000)
-    ingest(options)
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), check=False))
     stored_sizes = [len(image) for image in read_columns(tmp_path / "out", as_stored=True)["image"]]
     assert sorted(stored_sizes) == sorted(sizes)
     expected: list[list[int]] = []
@@ -106,10 +107,10 @@ def test_dataset_json_describes_the_shards_and_columns(tmp_path: Path) -> None:
 
 MEASURE = """
 import sys
-from ray_app.ingest import shuffle
+from ray_app.ingest import options, shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
-shuffle.BUCKET_BYTES = 16 << 20
-ingest(IngestOptions(sys.argv[1], sys.argv[3], sys.argv[2], row_group_bytes=4 << 20, shard_rows=10_000))
+options.ROW_GROUP_BYTES, shuffle.BUCKET_BYTES = 4 << 20, 16 << 20
+ingest(IngestOptions(sys.argv[1], sys.argv[3], sys.argv[2], shard_rows=10_000))
 print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """
 
@@ -183,11 +184,12 @@ def test_a_target_with_other_content_is_refused_and_unchanged(tmp_path: Path, ch
 def test_a_failure_midway_leaves_no_target_and_a_retry_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers_base, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 1)
     files = write_images(tmp_path / "in")
     good = files["dog/z.WEBP"]
     (tmp_path / "in" / "dog" / "z.WEBP").write_bytes(b"broken")
-    options = IngestOptions("images", str(tmp_path / "deep" / "out"), str(tmp_path / "in"), row_group_rows=1)
+    options = IngestOptions("images", str(tmp_path / "deep" / "out"), str(tmp_path / "in"))
     with pytest.raises(DataError, match=r"z\.WEBP"):
         ingest(options)
     assert list((tmp_path / "deep").iterdir()) == []
@@ -219,7 +221,7 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
     np.savez(tmp_path / "d.npz", x=np.zeros((5, 2)))
 
     class Shrinking(Numpy):
-        def parts(self, run: readers_base.Run) -> list[readers_base.Part]:
+        def parts(self, run: sources.Run) -> list[sources.Part]:
             [part] = super().parts(run)
             return [replace(part, input_splits=[replace(split, rows=6) for split in part.input_splits])]
 
@@ -232,10 +234,7 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            {"source": "tar", "input": "a"},
-            "one of images, coco, voc, yolo, csv, jsonl, numpy, idx, webdataset, tfrecord, hf, parquet, digits",
-        ),
+        ({"source": "tar", "input": "a"}, "one of images, coco, voc, yolo, csv, jsonl, numpy, idx, webdataset"),
         ({"source": "csv"}, "needs an input"),
         ({"source": "csv", "input": ""}, "needs an input"),
         ({"source": "digits", "input": "a"}, "reads no input"),
@@ -243,17 +242,11 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
         ({"source": "parquet", "input": "a"}, "trained on as it is"),
-        (
-            {"source": "numpy", "input": "a", "columns": ["b"]},
-            "only images, csv, jsonl, webdataset, tfrecord, hf have it",
-        ),
+        ({"source": "numpy", "input": "a", "columns": ["b"]}, "only images, csv, jsonl, webdataset, tfrecord, hf"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
         ({"source": "numpy", "input": "a", "label": "y"}, "only images, csv, jsonl, webdataset, tfrecord, hf have it"),
-        (
-            {"source": "csv", "input": "a", "check": False},
-            "only images, coco, voc, yolo, webdataset, tfrecord, hf have it",
-        ),
-        ({"source": "csv", "input": "a", "row_group_bytes": 1 << 31}, "at least 1 and at most 1073741824"),
+        ({"source": "csv", "input": "a", "check": False}, "only images, coco, voc, yolo, webdataset, tfrecord, hf"),
+        ({"source": "csv", "input": "a", "pack": 1 << 31}, "at least 1 and at most 1048576"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_read(options: dict[str, Any], expected: str) -> None:

@@ -5,7 +5,6 @@ source and target may be on S3.
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,9 @@ from ray_app.ingest.output_folder import RECORDS, RUNS
 from ray_app.ingest.splits import write_input_split
 from ray_app.storage.files import list_files, list_tree, put_atomic, read_all
 from ray_app.storage.object_stores import ObjectPath
-from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images, write_tar
-from tests.support.paths import ROOT, SUPPORT
+from tests.support.ingest_inputs import RNG, read_columns
+from tests.support.ingest_sources import SOURCES, write_tars
+from tests.support.paths import ROOT
 from tests.support.s3_server import S3Server
 
 
@@ -248,55 +247,26 @@ def upload(folder: Path, target: ObjectPath) -> None:
         put_atomic(target / name, data)
 
 
-def write_numpy(folder: Path) -> None:
-    folder.mkdir()
-    np.save(folder / "x.npy", RNG.random((8, 4)))
-
-
-def write_jsonl(folder: Path) -> None:
-    folder.mkdir()
-    lines = [f'{{"a": {i}, "kind": "{"uvw"[i % 3]}"}}\n'.encode() for i in range(8)]
-    (folder / "a.jsonl").write_bytes(b"".join(lines[:4]))
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(lines[4:])))
-
-
-def write_both_idx(folder: Path) -> None:
-    write_idx(folder, "train", 5, packed=False)
-    write_idx(folder, "t10k", 3, packed=True)
-
-
-def write_tars(folder: Path) -> None:
-    for i, end in enumerate(("tar", "tar.gz")):
-        members = {f"{row}.{kind}": bytes(str(row), "ascii") for row in range(4) for kind in ("cls", "txt")}
-        write_tar(folder / f"{i}.{end}", members, "w:gz" if end.endswith("gz") else "w")
-
-
-# Each source has a function that writes a folder, the input path below the parent folder, and options.
-SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, Any]]] = {
-    "images": (write_images, "in", {}),
-    "csv": (partial(write_csvs, files=2, rows=4), "in", {"label": "y"}),
-    "numpy": (write_numpy, "in", {}),
-    "hf": (lambda folder: folder.symlink_to(SUPPORT / "hf" / "saved"), "in", {}),
-    "jsonl": (write_jsonl, "in", {"label": "kind"}),
-    "idx": (write_both_idx, "in", {"eval_fraction": 0}),
-    "webdataset": (write_tars, "in", {}),
-    "webdataset, star": (write_tars, "in/*.tar*", {}),
-    "webdataset, braces": (write_tars, "in/{1.tar.gz,0.tar}", {}),
+CASES = {
+    **{name: SOURCES[name] for name in ("images", "csv", "numpy, folder", "hf, saved", "jsonl", "idx", "webdataset")},
+    "webdataset, star": (write_tars, "*.tar*", {}),
+    "webdataset, braces": (write_tars, "{1.tar.gz,0.tar}", {}),
 }
-QUICK = ("images", "hf", "webdataset, braces")
+QUICK = ("images", "hf, saved", "webdataset, braces")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in SOURCES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.rest) for name in CASES]
 )
 def test_ingest_from_and_to_s3_writes_the_same_bytes(
     tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, name: str
 ) -> None:
     source: Any = name.partition(",")[0]
-    write, input_path, more = SOURCES[name]
+    write, path, more = CASES[name]
+    input_path = f"in/{path}".rstrip("/")
     options = {"split_bytes": 1000, "shard_rows": 3, **more}
     write(tmp_path / "in")
-    upload((tmp_path / "in").resolve(), s3_folder / "in")
+    upload(tmp_path / "in", s3_folder / "in")
     ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / input_path), **options))
     s3_server.reset()
     summary = ingest(IngestOptions(source, str(s3_folder / "out"), str(s3_folder / input_path), **options))
@@ -359,9 +329,12 @@ def test_finished_input_splits_are_kept_after_a_storage_error(
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
 
 
-def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectPath) -> None:
+def test_data_on_s3_reads_like_data_on_a_disk(
+    tmp_path: Path, s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 7)
     folder = write_csvs(tmp_path / "in")
-    ingest(options_for(folder, tmp_path / "out", row_group_rows=7, shard_rows=40))
+    ingest(options_for(folder, tmp_path / "out", shard_rows=40))
     upload(tmp_path / "out", s3_folder / "data")
     for hidden in (
         "._part-00000.parquet",
@@ -398,10 +371,11 @@ def test_data_on_s3_reads_like_data_on_a_disk(tmp_path: Path, s3_folder: ObjectP
 
 
 def test_each_footer_on_s3_costs_one_request_or_none(
-    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server
+    tmp_path: Path, s3_folder: ObjectPath, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ray_app.ingest.options.ROW_GROUP_ROWS", 7)
     out = s3_folder / "out"
-    ingest(options_for(write_csvs(tmp_path / "in"), out, row_group_rows=7, shard_rows=40))
+    ingest(options_for(write_csvs(tmp_path / "in"), out, shard_rows=40))
     s3_server.reset()
     warm = open_dataset(str(out))
     assert s3_server.requests(r"\.parquet") == []

@@ -208,30 +208,15 @@ def test_every_form_of_a_single_optimizer_is_accepted(variant: str) -> None:
         ("manual", "sets automatic_optimization to False"),
         ("by epoch", "returned StepLR, interval 'epoch'; a schedule here"),
         ("asks for steps", "configure_optimizers asks the trainer for estimated_stepping_batches"),
-        (
-            "every second step",
-            "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count 2 times as many"
-            " steps)",
-        ),
-        (
-            "by a loss",
-            "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has; a schedule"
-            " here",
-        ),
-        (
-            "by a loss every step",
-            "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no step has",
-        ),
+        ("every second step", "returned StepLR, interval 'step', frequency 2 (leave it out: let the schedule count"),
+        ("by a loss", "returned ReduceLROnPlateau, interval 'epoch', monitor 'val_loss', a value that no step has"),
+        ("by a loss every step", "returned ReduceLROnPlateau, interval 'step', monitor 'val_loss', a value that no"),
         ("by a value", "returned StepLR, interval 'step', monitor None, a value that no step has"),
         ("misspells the schedule", "a dictionary with lr_schedule; its fields are optimizer, lr_scheduler, monitor"),
         ("misspells the interval", "a dictionary with intervall; its fields are scheduler, interval, frequency"),
         ("lacks the schedule", "a schedule without scheduler"),
         ("several", "returned 2 optimizers and 0 schedulers"),
-        (
-            "counts rows",
-            "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch of 16 rows it is"
-            " 16, and",
-        ),
+        ("counts rows", "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch"),
     ],
 )
 def test_unsupported_steps_and_optimizers_are_refused_at_start(

@@ -162,14 +162,8 @@ def test_the_check_decodes_its_rows_as_training_does(pictures: dict[str, str], t
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (
-            {"model": {"class_path": "torchvision.models.resnet81"}},
-            "torchvision.models has no 'resnet81'. Did you mean torchvision.models.resnet",
-        ),
-        (
-            {"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}},
-            "torch.nn.Linear cannot be made with",
-        ),
+        ({"model": {"class_path": "torchvision.models.resnet81"}}, "torchvision.models has no 'resnet81'. Did you"),
+        ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be made"),
         ({"model": {"class_path": "builtins.dict"}}, "makes a dict; it must make an nn.Module"),
         ({"inputs": ["picture"]}, "has no column 'picture'"),
         ({"inputs": []}, "inputs is empty"),
@@ -186,10 +180,7 @@ def test_the_check_decodes_its_rows_as_training_does(pictures: dict[str, str], t
             {"transforms": [*RANDOM, {"class_path": V2 + "Normalize", "init_args": {"mean": [0.5], "std": [0.5]}}]},
             "A row to train on cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
         ),
-        (
-            {"transforms": [*RANDOM, TO_FLOAT]},
-            "make float32 of the image 'image'; leave that out (ToDtype), the model gets images from 0",
-        ),
+        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave that out (ToDtype), the"),
         (
             {"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]},
             "make float32 of the image 'image'; leave",

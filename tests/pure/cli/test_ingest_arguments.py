@@ -24,7 +24,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> IngestOption
 @pytest.mark.parametrize(
     ("arguments", "name", "value"),
     [
-        (["--comment", "#"], "comment", "#"),
+        (["--null", "#"], "null", "#"),
         (["--delimiter=#"], "delimiter", "#"),
         (["--label", "null"], "label", "null"),
         (["--label", "{a: 1}"], "label", "{a: 1}"),
@@ -68,11 +68,11 @@ def test_values_that_cannot_be_are_refused(
     assert expected in capsys.readouterr().err
 
 
-def test_comments_of_a_file_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "in.csv").write_text("a,b\n1,2\n#3,4\n5,6\n")
+def test_a_number_sign_is_a_value_of_an_option(tmp_path: Path) -> None:
+    (tmp_path / "in.csv").write_text("a,b\n1,2\n#,4\n5,6\n")
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--out", str(tmp_path / "out")]
-    assert command.main([*arguments, "--comment", "#"]) == 0
-    assert read_columns(tmp_path / "out")["a"] == [1, 5]
+    assert command.main([*arguments, "--null", "#"]) == 0
+    assert read_columns(tmp_path / "out")["a"] == [1, None, 5]
 
 
 def test_labels_that_do_not_count_from_zero_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ray_app.cli import ingest as command
 from ray_app.cli.ingest import ShownProgress
 from ray_app.ingest.ingest import IngestOptions, ingest, run_in_threads
-from ray_app.ingest.readers import base
+from ray_app.ingest.readers import sources
 from ray_app.ingest.splits import write_input_split
 from tests.support.ingest_inputs import read_columns
 
@@ -82,7 +82,7 @@ def test_without_a_total_the_finished_tasks_give_the_time_left(
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stage = command._Stage(len, range(4))
-    base.ROWS_READ.add(rows)
+    sources.ROWS_READ.add(rows)
     for result in finished:
         stage.finish(result)
     now[0] = 110.0
@@ -95,8 +95,8 @@ def test_rows_of_an_earlier_ingest_count_and_took_no_time(monkeypatch: pytest.Mo
     split = SimpleNamespace(input_split=SimpleNamespace(rows=500))
     monkeypatch.setattr(command, "InputSplitTask", SimpleNamespace)
     stage = command._Stage(write_input_split, [split, split])
-    base.ROWS_READ.add_stored(500)
-    base.ROWS_READ.add(100)
+    sources.ROWS_READ.add_stored(500)
+    sources.ROWS_READ.add(100)
     now[0] = 110.0
     assert stage.line() == "Reading rows: 600 of 1,000 (60%), 10 rows/s, 40 s left"
 

@@ -107,10 +107,7 @@ def test_row_groups_without_numbers_do_not_change_the_range(tmp_path: Path) -> N
 def test_a_missing_column_is_not_a_bad_row(tmp_path: Path) -> None:
     write(tmp_path / "x.parquet", width=[1.0], label=[1])
     dataset = open_dataset(str(tmp_path))
-    with pytest.raises(
-        DataError,
-        match=r"no column 'widht', which the task reads .*; its columns are label, width; did you mean 'width'\?",
-    ) as caught:
+    with pytest.raises(DataError, match=r"no column 'widht', which the task reads .*; its columns are") as caught:
         decode_first_row(dataset, ["label", "widht"], dict)
     assert not isinstance(caught.value, BadRowError)
 

@@ -143,9 +143,7 @@ def test_labels_lists_of_labels_and_targets_by_class_are_numbered_anew() -> None
 def test_a_description_of_an_earlier_version_is_named(tmp_path: Path) -> None:
     one = write_set(tmp_path / "one", ("good", "bad"))
     (one / "_dataset.json").rename(one / "dataset.json")
-    with pytest.raises(
-        DataError, match=r"dataset.json is of an earlier version of ray_app\. Rename it to _dataset.json"
-    ):
+    with pytest.raises(DataError, match=r"dataset.json is of an earlier version of ray_app\. Rename it to"):
         open_dataset(str(one))
 
 
@@ -212,9 +210,7 @@ def test_new_classes_are_refused_or_get_the_next_numbers(tmp_path: Path) -> None
     out, frame = str(tmp_path / "out"), make_frame(("a", "good"), seed=1)
     ingest_table(out, make_frame(("good", "bad")), **OPTIONS)
     before = sorted(path.name for path in (tmp_path / "out" / "train").iterdir())
-    with pytest.raises(
-        DataError, match=r"has the classes a, good, and the data set .* bad, good.*new_classes=true gives a"
-    ):
+    with pytest.raises(DataError, match=r"has the classes a, good, and the data set .* bad, good.*new_classes=true"):
         ingest_table(out, frame, **OPTIONS)
     assert sorted(path.name for path in (tmp_path / "out" / "train").iterdir()) == before
     summary = ingest_table(out, frame, new_classes=True, **OPTIONS)

@@ -115,10 +115,7 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
         ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided here; give --eval_fraction"),
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
-        (
-            {"split_by": "patient", "eval_fraction": 0.1},
-            "patient is 'p0', by which rows are divided; allowed",
-        ),
+        ({"split_by": "patient", "eval_fraction": 0.1}, "patient is 'p0', by which rows are divided; allowed"),
         ({"stratify": True, "eval_fraction": 0.1, "label": None}, "stratify needs the column 'label'"),
     ],
 )

@@ -10,20 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch import Tensor, nn
 
-from ray_app import load_config
-from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, plan_all_reads
 from ray_app.data.reader import table_to_rows as as_read
 from ray_app.errors import ConfigError, DataError
-from ray_app.ingest import shuffle
+from ray_app.ingest import options, shuffle
 from ray_app.ingest.ingest import DatasetSummary, IngestOptions, ingest
 from ray_app.ingest.readers.converter import ANY, first_shape, ragged_shape
 from ray_app.ingest.shards import row_bytes
-from ray_app.preflight.prepare import prepare
 from ray_app.task.ragged import Ragged, concat_fields
 from tests.support.ingest_inputs import read_columns, source_order
 
@@ -96,29 +92,6 @@ def to_lists(values: Any) -> list[Any]:
     return [values.row(i).tolist() for i in range(len(values))]
 
 
-def make_config(tmp_path: Path, settings: dict[str, Any]) -> Config:
-    """Returns the configuration of a run of `ModuleTask` on the ingested data."""
-    data = {
-        "data__path": str(tmp_path / "out"),
-        "data__eval_path": str(tmp_path / "out"),
-        "data__global_batch_size": 16,
-    }
-    task = {"class_path": "ray_app.task.module.ModuleTask", "init_args": settings}
-    return load_config(task=task, run__storage_path=str(tmp_path / "runs"), **data)
-
-
-class Summed(nn.Module):
-    """A model that classifies the sum of a row's lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.layer(x.sum(1))
-        return scores
-
-
 @pytest.mark.parametrize("split_bytes", [1, 1 << 20])
 def test_json_lines_keep_the_lengths_of_their_lists(tmp_path: Path, split_bytes: int) -> None:
     rows = [{"ids": ids, "boxes": boxes, "n": i} for i, (ids, boxes) in enumerate(zip(IDS, BOXES, strict=True))]
@@ -172,13 +145,14 @@ def test_hugging_face_lists_keep_their_lengths_and_types(tmp_path: Path, suffix:
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 @pytest.mark.parametrize("inner", [pa.list_(pa.float32()), pa.large_list(pa.float32()), pa.list_(pa.float32(), 4)])
 def test_hugging_face_boxes_are_read_where_the_first_file_has_none(
-    tmp_path: Path, suffix: str, inner: pa.DataType
+    tmp_path: Path, suffix: str, inner: pa.DataType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first file has only empty lists."""
+    monkeypatch.setattr(options, "ROW_GROUP_ROWS", 1)
     for number, rows in enumerate(([[], []], BOXES)):
         table = pa.table({"boxes": pa.array(rows, pa.list_(inner))})
         write_table(tmp_path / "in" / f"train-{number:05d}-of-00002{suffix}", table)
-    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1, row_group_rows=1)
+    ingest_source(tmp_path, "hf", tmp_path / "in", ragged=["boxes"], split_bytes=1)
     boxes = read_as_training(tmp_path / "out", "boxes")["boxes"]
     assert (to_lists(boxes), boxes.row_shape, boxes.values.dtype) == ([[], [], *BOXES], (4,), np.float32)
 
@@ -214,16 +188,6 @@ def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> No
         )
 
 
-def test_a_repeated_ingest_writes_nothing_and_other_ragged_columns_are_refused(tmp_path: Path) -> None:
-    folder = write_lines(tmp_path / "in", {"f": [{"a": [1, 2], "b": [1]}, {"a": [3, 4], "b": [2]}]})
-    assert not ingest_source(tmp_path, "jsonl", folder, ragged=["a"]).reused
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    assert ingest_source(tmp_path, "jsonl", folder, ragged=["a"]).reused
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    with pytest.raises(ConfigError, match=r"made with other options: ragged \['a'\], now \['a', 'b'\]"):
-        ingest_source(tmp_path, "jsonl", folder, ragged=["a", "b"])
-
-
 def test_row_bytes_counts_the_bytes_of_lists() -> None:
     table = pa.table(
         {
@@ -243,6 +207,7 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
     """Several runs and buckets and both parts of a split store each row once, in row groups within the bound."""
     monkeypatch.setattr(shuffle, "RUN_BYTES", 20_000)
     monkeypatch.setattr(shuffle, "BUCKET_BYTES", 30_000)
+    monkeypatch.setattr(options, "ROW_GROUP_BYTES", 4000)
     random = np.random.default_rng(0)
     rows = [
         {
@@ -255,9 +220,7 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
     folder = write_lines(
         tmp_path / "in", {name: rows[low : low + 100] for name, low in zip("abcd", range(0, 400, 100), strict=True)}
     )
-    summary = ingest_source(
-        tmp_path, "jsonl", folder, ragged=["ids", "boxes"], eval_fraction=0.3, row_group_bytes=4000, split_bytes=1
-    )
+    summary = ingest_source(tmp_path, "jsonl", folder, ragged=["ids", "boxes"], eval_fraction=0.3, split_bytes=1)
     assert summary.parts.keys() == {"train", "eval"}
     rows_read: dict[int, dict[str, Any]] = {}
     for part in summary.parts:
@@ -274,65 +237,6 @@ def test_row_groups_of_boxes_and_tokens_are_bounded_in_bytes_and_mixed(
             assert n not in rows_read, f"row {n} is stored twice"
             rows_read[n] = {"n": n, "ids": ids, "boxes": boxes}
     assert [rows_read[n] for n in sorted(rows_read)] == rows
-
-
-def test_module_task_decodes_json_lists_of_floats_to_float32(tmp_path: Path) -> None:
-    """Ingest stores float64; decoding makes float32 of it, as of arrays and numbers, because models have float32
-    parameters.
-    """
-    lines = [{"x": [[0.5, 0.25, i]] * (i % 3), "label": i % 2} for i in range(64)]
-    ingest_source(tmp_path, "jsonl", write_lines(tmp_path / "in", {"f": lines}), ragged=["x"])
-    settings = {
-        "model": {"class_path": "tests.pure.ingest.test_ragged_columns.Summed"},
-        "inputs": ["x"],
-        "target": "label",
-        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
-    }
-    job = prepare(make_config(tmp_path, settings)).job
-    decoded = job.task.decode(read_as_training(tmp_path / "out", "x", "label"))
-    assert decoded["x"].values.dtype == np.float32
-    assert to_lists(decoded["x"]) == [line["x"] for line in lines]
-
-
-@pytest.mark.rest
-def test_module_task_decodes_hugging_face_tokens(tmp_path: Path) -> None:
-    """The columns have the types of Hugging Face's tokenizers; preflight runs a step on them."""
-    random = np.random.default_rng(0)
-    tokens = [random.integers(1, 50, 1 + i % 7).tolist() for i in range(64)]
-    table = pa.table(
-        {
-            "input_ids": pa.array(tokens, pa.list_(pa.int32())),
-            "attention_mask": pa.array([[1] * len(row) for row in tokens], pa.list_(pa.int8())),
-            "label": pa.array([i % 2 for i in range(64)]),
-        }
-    )
-    write_table(tmp_path / "in" / "data.parquet", table, 16)
-    ingest_source(
-        tmp_path, "hf", tmp_path / "in", ragged=["input_ids", "attention_mask"], rename={"input_ids": "tokens"}
-    )
-    config = {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    model = {
-        "class_path": "transformers.BertForSequenceClassification",
-        "init_args": {"config": {"class_path": "transformers.BertConfig", "init_args": config}},
-    }
-    settings = {
-        "model": model,
-        "inputs": {"input_ids": "tokens", "attention_mask": "attention_mask"},
-        "target": "label",
-        "output": "logits",
-        "loss": {"class_path": "torch.nn.CrossEntropyLoss"},
-    }
-    job = prepare(make_config(tmp_path, settings)).job
-    decoded = job.task.decode(
-        {name: read_as_training(tmp_path / "out", name)[name] for name in ("tokens", "attention_mask", "label")}
-    )
-    assert to_lists(decoded["tokens"]) == tokens
 
 
 def test_a_list_that_begins_with_a_null_list_gives_no_shape() -> None:

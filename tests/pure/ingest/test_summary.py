@@ -21,7 +21,7 @@ from ray_app.cli.main import main
 from ray_app.data.plain_columns import to_plain
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import IngestOptions, describe, ingest, preview, run_in_threads
-from ray_app.ingest.readers.base import make_table
+from ray_app.ingest.readers.sources import make_table
 from ray_app.ingest.summary import HEADER, MAX_VALUES, ColumnStatistics, count_missing, merge_statistics
 
 CSV = "age,sex,id,survived\n" + "".join(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,20 +112,18 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(path: str) -> None:
 # Tests of models.
 
 
+def make_task(kind: type[TabularClassification] = TabularClassification, **attributes: Any) -> TabularClassification:
+    """Returns a task of 3 inputs and 2 classes that no data prepared."""
+    task = kind.__new__(kind)
+    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2)
+    vars(task).update(attributes)
+    return task
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Returns a package of a model with the format `torch.export`, and the digest of its parameters."""
-    task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(
-        label="label",
-        features=["a"],
-        hidden=[4],
-        dropout=0.0,
-        scale=1.0,
-        inputs=3,
-        num_classes=2,
-        classes=["no", "yes"],
-    )
+    task = make_task(classes=["no", "yes"])
     model = task.build_model()
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, model, rows, tmp_path_factory.mktemp("package") / "model").folder
@@ -298,10 +297,7 @@ def test_a_damaged_description_of_an_export_is_refused(
 def test_a_pickle_in_place_of_weights_is_refused(
     tmp_path: Path, executed_marker: Path, payload: bytes, package: tuple[Path, str]
 ) -> None:
-    task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(
-        label="label", features=["a"], hidden=[4], dropout=0.0, scale=1.0, inputs=3, num_classes=2, classes=[]
-    )
+    task = make_task(classes=[])
     with pytest.raises(ConfigError, match="is refused"):
         Model(task, payload, None, package[1]).load(torch.device("cpu"))
     with pytest.raises(ConfigError, match="parameters have the digest"):
@@ -312,17 +308,7 @@ def test_a_pickle_in_place_of_weights_is_refused(
 
 
 def test_a_package_holds_no_secret(tmp_path: Path) -> None:
-    task = TabularClassification.__new__(TabularClassification)
-    vars(task).update(
-        label="label",
-        features=["a"],
-        hidden=[4],
-        dropout=0.0,
-        scale=1.0,
-        inputs=3,
-        num_classes=2,
-        api_token="canary-token",
-    )
+    task = make_task(api_token="canary-token")
     register_secrets({"task": {"init_args": {"api_token": "canary-token"}}})
     rows = {"features": np.ones((2, 3), np.float32), "label": np.zeros(2, np.int64)}
     folder = make_package(task, task.build_model(), rows, tmp_path / "model").folder
@@ -335,17 +321,7 @@ def test_a_package_holds_no_secret(tmp_path: Path) -> None:
         {"forward": lambda self, model, batch: branching(model(batch["features"]))},
     )
     class_.__module__, class_.__qualname__ = __name__, "Branching"
-    task = class_.__new__(class_)
-    vars(task).update(
-        label="label",
-        features=["a"],
-        hidden=[4],
-        dropout=0.0,
-        scale=1.0,
-        inputs=3,
-        num_classes=2,
-        api_token="canary-token",
-    )
+    task = make_task(class_, api_token="canary-token")
     with pytest.raises(RegistryError, match="'api_token' holds a secret"):
         make_package(task, task.build_model(), rows, tmp_path / "other")
 

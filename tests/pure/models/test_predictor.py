@@ -140,10 +140,7 @@ def rewrite_description(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            lambda task: task.update(class_path="os.system"),
-            "is of the task os.system, and loading a package runs no code",
-        ),
+        (lambda task: task.update(class_path="os.system"), "is of the task os.system, and loading a package runs"),
         (lambda task: task.update(settings=None), "does not hold the settings of its task"),
         (
             lambda task: task["settings"].update(

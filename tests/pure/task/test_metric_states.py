@@ -209,10 +209,7 @@ def test_a_metric_without_states_is_refused(make: Callable[[], Any]) -> None:
     "make", [tm.PearsonCorrCoef, tm.ConcordanceCorrCoef, lambda: tm.MeanMetric() + tm.PearsonCorrCoef()]
 )
 def test_states_without_a_supported_reduction_are_refused(make: Callable[[], Any]) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"CorrCoef cannot be put together from parts: the reduction of its state 'mean_x' is NoneType",
-    ):
+    with pytest.raises(ConfigError, match="CorrCoef cannot be put together from parts: the reduction of its state"):
         load_states(make(), [states_of(make()), states_of(make())])
 
 
@@ -234,8 +231,5 @@ def test_metrics_must_return_a_metric_collection() -> None:
         def metrics(self) -> Any:
             return accuracy()
 
-    with pytest.raises(
-        ConfigError,
-        match=r"Single.metrics returned a MulticlassAccuracy; it must return a torchmetrics.MetricCollection",
-    ):
+    with pytest.raises(ConfigError, match=r"Single.metrics returned a MulticlassAccuracy; it must return a"):
         make_metrics(Single())

@@ -108,36 +108,12 @@ def test_the_best_mode_follows_from_the_metric(
     ("task", "fields", "message"),
     [
         (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
-        (
-            module(best_metric="acc", best_mode="max"),
-            {},
-            "best_metric of ModuleTask is 'acc'; the task's metrics of one number are error, ",
-        ),
-        (
-            module(best_metric="acc"),
-            {},
-            "task.init_args.best_metric is 'acc', and nothing defines whether less or more of it is better. The",
-        ),
-        (
-            module(best_metric="mae"),
-            {},
-            "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to min or max.",
-        ),
-        (
-            module(),
-            {"evaluate__metric": "mae"},
-            "evaluate.metric is 'mae', and nothing defines whether less or more of it is better.",
-        ),
-        (
-            module(),
-            {"evaluate__metric": "acc", "evaluate__mode": "max"},
-            "evaluate.metric is 'acc'; the task's metrics of one number are",
-        ),
-        (
-            lightning(best_metric="accuracy"),
-            {},
-            "best_metric is 'accuracy', and nothing defines whether less or more of it is better. Set",
-        ),
+        (module(best_metric="acc", best_mode="max"), {}, "best_metric of ModuleTask is 'acc'; the task's metrics"),
+        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing defines whether less or"),
+        (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to"),
+        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', and nothing defines whether less or"),
+        (module(), {"evaluate__metric": "acc", "evaluate__mode": "max"}, "evaluate.metric is 'acc'; the task's"),
+        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', and nothing defines whether less or"),
     ],
 )
 def test_a_best_metric_must_exist_and_have_a_mode(
@@ -218,33 +194,12 @@ def test_binary_multilabel_and_fixed_size_list_targets_are_accepted(
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (
-            module(model=outputs(2), target="label", loss=TEXTS["loss"]),
-            "Column 'label' has values from 0 to 3, and with 3 there is no loss: IndexError: Target 3 is out of bounds."
-            " Let the model have",
-        ),
-        (
-            module(model=bert(num_labels=2), **TEXTS),
-            "Column 'label' has values from 0 to 3, and with 3 there is no loss",
-        ),
-        (
-            module(model=bert(vocab_size=100), **TEXTS),
-            "Column 'tokens' has values up to 199, and the model has no embedding for 199: IndexError: index out of"
-            " range in self. Its"
-            " embeddings have 2, 100, 512 rows. Set the model's vocab_size",
-        ),
-        (
-            module(model=bert(), **TEXTS, pad_with=300),
-            "values up to 199 and is padded with 300, and the model has no embedding for 300",
-        ),
-        (
-            module(model=bert(max_position_embeddings=8), **TEXTS),
-            "Rows of 40 numbers in 'tokens' cannot be trained on, rows of one can. Models know only so many positions",
-        ),
-        (
-            module(model=outputs(2), target="x"),
-            "outputs are of shape (rows, 2), the target of (rows); torch.nn.MSELoss compares each with",
-        ),
+        (module(model=outputs(2), target="label", loss=TEXTS["loss"]), "Column 'label' has values from 0 to 3, and"),
+        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, and with 3 there is no"),
+        (module(model=bert(vocab_size=100), **TEXTS), "Column 'tokens' has values up to 199, and the model has no"),
+        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has"),
+        (module(model=bert(max_position_embeddings=8), **TEXTS), "Rows of 40 numbers in 'tokens' cannot be trained"),
+        (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows)"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(

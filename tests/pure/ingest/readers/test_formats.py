@@ -6,22 +6,24 @@ import gzip
 import hashlib
 import io
 import shutil
-import struct
-import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from ray_app.errors import ConfigError, DataError
+from ray_app.ingest import options
 from ray_app.ingest.ingest import IngestOptions, ingest
-from ray_app.ingest.readers import base as raw
+from ray_app.ingest.readers import sources
+from ray_app.ingest.shards import Shards
 from ray_app.task.image import ImageClassification
-from tests.support.ingest_inputs import RNG, read_columns, write_idx, write_images
+from tests.support.ingest_inputs import read_columns, write_images
 
 
 def test_images_keep_their_bytes(tmp_path: Path) -> None:
@@ -35,18 +37,17 @@ def test_images_keep_their_bytes(tmp_path: Path) -> None:
     assert (part.classes, part.class_counts, part.skipped_files) == (["cat", "dog"], {"cat": 3, "dog": 2}, 1)
 
 
-def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tmp_path: Path) -> None:
+def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for label in range(4):
         for i in range(50):
             path = tmp_path / "in" / str(label) / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(bytes(10 + i))
     ingest(IngestOptions("images", str(tmp_path / "a"), str(tmp_path / "in"), check=False))
-    ingest(
-        IngestOptions(
-            "images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100, row_group_rows=3
-        )
-    )
+    monkeypatch.setattr(options, "ROW_GROUP_ROWS", 3)
+    ingest(IngestOptions("images", str(tmp_path / "b"), str(tmp_path / "in"), check=False, split_bytes=100))
     columns = read_columns(tmp_path / "a", as_stored=True)
     assert columns["row_id"] == read_columns(tmp_path / "b", as_stored=True)["row_id"]
     for low in range(0, 200, 40):
@@ -57,7 +58,7 @@ def test_classes_of_images_are_mixed_and_the_order_depends_on_the_names_alone(tm
 
 def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With blocks of 256 bytes, the first block alone would give the wrong types.
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 256)
     folder = tmp_path / "in"
     folder.mkdir()
     head = "width,kind,note,count\n"
@@ -76,111 +77,6 @@ def test_csv_types_fit_every_row_and_classes_are_sorted(tmp_path: Path, monkeypa
     assert (part.classes, part.class_counts) == (["ant", "bee", "wasp"], {"ant": 1, "bee": 1, "wasp": 100})
     assert part.columns["w"] == {"type": "double", "shape": [], "dtype": "float64", "nulls": 1}
     assert part.columns["count"]["dtype"] == "int64"
-
-
-def test_csv_integers_wider_than_64_bits_lose_no_digit(tmp_path: Path) -> None:
-    columns = {
-        "unsigned": ["12345678901234567890", "12345678901234567891", "7"],
-        "long": ["12345678901234567890", "12345678901234567891", "-7"],
-        "mixed": ["12345678901234567891", "0.5", "NA"],
-        "exact": ["100000000000000000000", "0.5", "1e300"],
-    }
-    rows = "\n".join(",".join(values) for values in zip(*columns.values(), strict=True))
-    (tmp_path / "f.csv").write_text(",".join(columns) + "\n" + rows)
-    summary = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    output = read_columns(tmp_path / "out")
-    assert output["unsigned"] == [int(value) for value in columns["unsigned"]]
-    assert (output["long"], output["mixed"]) == (columns["long"], columns["mixed"])
-    assert output["exact"] == [1e20, 0.5, 1e300]
-    types = [column["type"] for column in summary.parts[""].columns.values()]
-    assert types == ["string", "uint64", "string", "string", "double"]
-
-
-def test_csv_space_around_a_value_changes_no_type(tmp_path: Path) -> None:
-    (tmp_path / "f.csv").write_text("a, b, c\n1, true, 2\nNA , False , NA\n")
-    ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "f.csv")))
-    columns = read_columns(tmp_path / "out")
-    assert (columns["a"], columns[" b"], columns[" c"]) == ([1, None], [True, False], [2, None])
-
-
-@pytest.mark.parametrize("packed", ["npz", "compressed", "npy"])
-def test_numpy_arrays_are_stored_unchanged(tmp_path: Path, packed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 1000)
-    x, y = RNG.random((50, 6, 6)).astype(">f4"), np.arange(50, dtype=np.uint8) % 3
-    if packed == "npy":
-        np.save(tmp_path / "x.npy", x)
-        np.save(tmp_path / "y.npy", y)
-    else:
-        (np.savez if packed == "npz" else np.savez_compressed)(tmp_path / "d.npz", x=x, y=y)
-    source = tmp_path if packed == "npy" else tmp_path / "d.npz"
-    ingest(IngestOptions("numpy", str(tmp_path.parent / f"out-{packed}"), str(source)))
-    columns = read_columns(tmp_path.parent / f"out-{packed}")
-    assert columns["image"].dtype == np.dtype("=f4")
-    np.testing.assert_array_equal(columns["image"], x)
-    assert columns["label"] == y.tolist()
-    assert columns["row_id"] == [str(i) for i in range(50)]
-
-
-def test_numpy_names_follow_shape_and_type_and_can_be_changed(tmp_path: Path) -> None:
-    values = {"x": RNG.random((5, 3)), "y": np.arange(5) / 2, "extra": np.array([True, False, True, True, False])}
-    np.savez(tmp_path / "d.npz", **values)
-    ingest(IngestOptions("numpy", str(tmp_path / "a"), str(tmp_path / "d.npz")))
-    assert list(read_columns(tmp_path / "a")) == ["row_id", "features", "target", "extra"]
-    ingest(IngestOptions("numpy", str(tmp_path / "b"), str(tmp_path / "d.npz"), rename={"extra": "label"}))
-    columns = read_columns(tmp_path / "b")
-    assert columns["label"] == [1, 0, 1, 1, 0]
-    assert columns["target"] == values["y"].tolist()
-    np.testing.assert_array_equal(columns["features"], values["x"])
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_idx_pairs_become_train_and_test(tmp_path: Path, packed: bool) -> None:
-    write_idx(tmp_path / "in", "train", 25, packed)
-    write_idx(tmp_path / "in", "t10k", 7, packed)
-    summary = ingest(
-        IngestOptions("idx", str(tmp_path / "out"), str(tmp_path / "in"), row_group_rows=4, eval_fraction=0)
-    )
-    assert {name: part.rows for name, part in summary.parts.items()} == {"train": 25, "test": 7}
-    data = (tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}").read_bytes()
-    columns = read_columns(tmp_path / "out" / "train")
-    assert columns["image"].tobytes() == (gzip.decompress(data) if packed else data)[16:]
-    assert (columns["image"].shape, columns["image"].dtype) == ((25, 28, 28), np.uint8)
-    assert columns["label"] == [i % 10 for i in range(25)]
-    assert read_columns(tmp_path / "out" / "test")["row_id"] == [f"t10k:{i}" for i in range(7)]
-
-
-@pytest.mark.parametrize("kind", ["mnist.npz", "folder of .npy", "idx"])
-def test_a_tenth_of_the_train_rows_becomes_eval_and_test_rows_stay_test(tmp_path: Path, kind: str) -> None:
-    folder, out = tmp_path / "in", tmp_path / "out"
-    path = folder / kind if kind == "mnist.npz" else folder
-    source: Any = kind if kind == "idx" else "numpy"
-    arrays = {
-        "x_train": RNG.integers(0, 256, (300, 28, 28), dtype=np.uint8),
-        "y_train": np.arange(300, dtype=np.uint8) % 10,
-    }
-    arrays |= {"x_test": arrays["x_train"][:40] ^ 1, "y_test": arrays["y_train"][:40]}
-    if kind == "idx":
-        write_idx(folder, "train", 300, packed=True)
-        write_idx(folder, "t10k", 40, packed=True)
-    elif kind == "mnist.npz":
-        folder.mkdir()
-        np.savez_compressed(path, **arrays)
-    else:
-        folder.mkdir()
-        for name, values in arrays.items():
-            np.save(folder / name, values)
-    summary = ingest(IngestOptions(source, str(out), str(path)))
-    assert list(summary.parts) == ["train", "test", "eval"]
-    train, test, evaluation = (read_columns(out / part) for part in summary.parts)
-    assert 15 < len(evaluation["label"]) < 45, "the evaluation part should have about 30 of 300 rows"
-    assert len({*train["row_id"], *evaluation["row_id"]}) == 300 == len(train["row_id"]) + len(evaluation["row_id"])
-    assert len(test["label"]) == 40
-    if source == "numpy":
-        for part, columns in (("train", train), ("train", evaluation), ("test", test)):
-            rows = [int(row_id.removeprefix(f"{part}:")) for row_id in columns["row_id"]]
-            np.testing.assert_array_equal(columns["image"], arrays[f"x_{part}"][rows])
-            assert columns["label"] == arrays[f"y_{part}"][rows].tolist()
-    assert ingest(IngestOptions(source, str(out), str(path))).reused
 
 
 def test_digits_without_a_fraction_to_hold_out_are_one_data_set(tmp_path: Path) -> None:
@@ -208,129 +104,6 @@ def assert_refused(tmp_path: Path, expected: list[str], **options: Any) -> None:
         ingest(IngestOptions(out=str(tmp_path / "out"), **options))
     assert [text for text in expected if text not in str(caught.value)] == [], str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "expected"),
-    [
-        ([b"a,b\n1,2\n3\n"], {}, ["0.csv", "Row #3: Expected 2 columns, got 1", "Correct the file"]),
-        ([b""], {}, ["0.csv", "Empty CSV file"]),
-        ([b"a\n"], {}, ["no rows"]),
-        ([b"a,a\n1,2\n"], {}, ["'a' (columns [1, 2])", "its own name"]),
-        ([b"row_id\n1\n"], {}, ["`row_id` is ours", "rename"]),
-        ([b"a\n\xe9\n"], {}, ["0.csv", "UTF-8", "Row #2"]),
-        ([b"a,y\n1,2\n", b"b\n1\n"], {}, ["1.csv", "['b']", "['a', 'y']", "one header"]),
-        ([b"a,y\n1,0\n2,9223372036854775808\n"], {"label": "y"}, ["0.csv:3", "label 9223372036854775808", "64 bits"]),
-        ([b"a,label\n1,u\n"], {}, ["`label` is of type string", "option label"]),
-        ([b"a,y\n1,2\n"], {"rename": {"b": "c"}}, ["['b']", "['a', 'y']"]),
-        ([], {}, ["no CSV file", ".csv.gz"]),
-    ],
-)
-def test_bad_csv_is_refused(tmp_path: Path, files: list[bytes], options: dict[str, Any], expected: list[str]) -> None:
-    (tmp_path / "in").mkdir()
-    for i, data in enumerate(files):
-        (tmp_path / "in" / f"{i}.csv").write_bytes(data)
-    assert_refused(tmp_path, expected, source="csv", input=str(tmp_path / "in"), **options)
-
-
-@pytest.mark.parametrize(
-    ("write_options", "change", "expected"),
-    [
-        ({"magic": 2052}, None, ["train-images", "00000804", "expected 00000803"]),
-        ({"labels": 4}, None, ["train-images-idx3-ubyte': 5", "train-labels-idx1-ubyte': 4"]),
-        ({}, lambda images, labels: labels.unlink(), ["train-labels-idx1-ubyte[.gz] is missing"]),
-        ({}, lambda images, labels: images.write_bytes(images.read_bytes()[:-1]), ["ends before row 5 of 5"]),
-        ({}, lambda images, labels: images.write_bytes(images.read_bytes() + b"x"), ["goes on after the last of 5"]),
-        ({}, lambda images, labels: images.write_bytes(b"\0"), ["train-images", "expected 00000803"]),
-        (
-            {},
-            lambda images, labels: [images.unlink(), labels.unlink()],
-            ["no IDX files", "train-images-idx3-ubyte[.gz]", "t10k"],
-        ),
-    ],
-)
-def test_bad_idx_is_refused(tmp_path: Path, write_options: dict[str, int], change: Any, expected: list[str]) -> None:
-    write_idx(tmp_path / "in", "train", 5, False, **write_options)
-    if change:
-        change(tmp_path / "in" / "train-images-idx3-ubyte", tmp_path / "in" / "train-labels-idx1-ubyte")
-    assert_refused(tmp_path, expected, source="idx", input=str(tmp_path / "in"))
-
-
-def test_a_damaged_idx_gzip_is_refused(tmp_path: Path) -> None:
-    write_idx(tmp_path / "in", "train", 5, True)
-    images = tmp_path / "in" / "train-images-idx3-ubyte.gz"
-    images.write_bytes(images.read_bytes()[:-20])
-    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
-
-
-@pytest.mark.parametrize(
-    ("arrays", "expected"),
-    [
-        ({"x": np.zeros((3, 2)), "y": np.arange(2)}, ["d.npz:x': 3", "d.npz:y': 2"]),
-        ({"x": np.array([{}, []], dtype=object)}, ["d.npz:x", "object", "nothing is unpickled"]),
-        ({"x": np.zeros((3, 2)), "y": np.array([1j, 2, 3])}, ["d.npz:y", "complex128", "bool, integers and floats"]),
-        ({"x": np.zeros(2), "y": np.array(["a", ""])}, ["has an empty text as label"]),
-        ({"x": np.float64(3)}, ["one single value"]),
-        ({"x": np.zeros((0, 2))}, ["no rows"]),
-        ({"label": np.arange(3) / 2}, ["`label` is of type double", "'target'"]),
-        ({"y": np.arange(3), "label": np.arange(3)}, ["['label', 'y']", "become one of ['label']", "Rename"]),
-        (
-            {"x_train": np.zeros(3), "x_test": np.zeros(3), "y_test": np.zeros(3)},
-            ["['x_test', 'x_train', 'y_test']", "those of 'test' must be those to train on"],
-        ),
-        ({}, ["no array in it", "numpy.savez"]),
-        (None, ["d.npz", "not a zip file"]),
-    ],
-)
-def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Any] | None, expected: list[str]) -> None:
-    path = tmp_path / "in" / "d.npz"
-    path.parent.mkdir()
-    if arrays is None:
-        path.write_bytes(b"hello")
-    else:
-        np.savez(path, **arrays)
-    assert_refused(tmp_path, expected, source="numpy", input=str(path))
-
-
-def npy_header(shape: str) -> bytes:
-    """Returns the header of a .npy file that declares float64 values of a shape."""
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (f"({2**60},)", "ends before row"),
-        (f"(3, {2**60})", "ends before row 1 of 3"),
-        (f"(3, {2**63})", "ends before row 1 of 3"),
-        (f"({2**60}, 0)", "hold nothing"),
-        ("(" + "[" * 50, "cannot be read"),
-    ],
-)
-def test_a_npy_header_that_declares_more_than_its_data_is_refused(
-    tmp_path: Path, packed: bool, shape: str, expected: str
-) -> None:
-    (tmp_path / "in").mkdir()
-    if packed:
-        with zipfile.ZipFile(tmp_path / "in" / "x.npz", "w") as archive:
-            archive.writestr("x.npy", npy_header(shape) + bytes(64))
-    else:
-        (tmp_path / "in" / "x.npy").write_bytes(npy_header(shape) + bytes(64))
-    [source] = (tmp_path / "in").iterdir()
-    assert_refused(
-        tmp_path, ["x.npz:x", "damaged"] if packed else ["x.npy", expected], source="numpy", input=str(source)
-    )
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_idx_dimensions_larger_than_the_data_are_refused(tmp_path: Path, packed: bool) -> None:
-    write_idx(tmp_path / "in", "train", 3, packed)
-    data = struct.pack(">4I", 2051, 3, 2**32 - 1, 2**32 - 1) + bytes(64)
-    images = tmp_path / "in" / f"train-images-idx3-ubyte{'.gz' if packed else ''}"
-    images.write_bytes(gzip.compress(data) if packed else data)
-    assert_refused(tmp_path, [str(images), "damaged"], source="idx", input=str(tmp_path / "in"))
 
 
 def write_animated_gif(path: Path) -> None:
@@ -400,3 +173,28 @@ def test_a_missing_input_is_refused(tmp_path: Path, source: Any) -> None:
         ingest(IngestOptions(source, str(tmp_path / "out"), str(tmp_path / "absent")))
     assert str(tmp_path / "absent") in str(caught.value)
     assert "expected" in str(caught.value)
+
+
+def test_a_column_that_parquet_rejects_is_not_a_storage_error(tmp_path: Path) -> None:
+    """pyarrow raises an OSError for both, so ingest has to distinguish them."""
+    shards = Shards(tmp_path / "out", "part-", tmp_path / "scratch", (9, 9, 9), None)
+    shards.write(sources.make_table(["a"], {"x": np.ones((1, 2, 0))}))
+    with pytest.raises(DataError, match=r"the columns .* cannot be written: Invalid FIXED_LEN_BYTE_ARRAY length: 0"):
+        shards.close()
+
+
+def test_parquet_is_described_and_not_rewritten(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for i, rows in enumerate((5, 3)):
+        pq.write_table(
+            pa.table({"x": [0.5] * rows, "label": [i] * rows}), tmp_path / "in" / f"{i}.parquet", row_group_size=2
+        )
+    summary = ingest(IngestOptions("parquet", input=str(tmp_path / "in")))
+    part = summary.parts[""]
+    assert (summary.reused, part.rows, part.path) == (True, 8, str(tmp_path / "in"))
+    assert [(s["path"], s["rows"], s["row_groups"]) for s in part.shards] == [("0.parquet", 5, 3), ("1.parquet", 3, 2)]
+    assert part.columns["label"]["type"] == "integer"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0.parquet", "1.parquet", "in"]
+    (tmp_path / "in" / "1.parquet").write_bytes(b"no")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        ingest(IngestOptions("parquet", input=str(tmp_path / "in")))

@@ -29,14 +29,14 @@ def write(root: Path, *names: str) -> None:
         (root / name).write_bytes(encode(Image.fromarray(smooth_pixels(12, 10, seed=number)), kind))
 
 
+def ingest_images(tmp_path: Path, **options: Any) -> DatasetSummary:
+    return ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))
+
+
 def labelled(tmp_path: Path, content: str, **options: Any) -> dict[str, Any]:
     """Returns the columns of the images in `in` with this file of labels."""
     (tmp_path / "labels.csv").write_text(content)
-    ingest(
-        IngestOptions(
-            "images", str(tmp_path / "out"), str(tmp_path / "in"), labels=str(tmp_path / "labels.csv"), **options
-        )
-    )
+    ingest_images(tmp_path, labels=str(tmp_path / "labels.csv"), **options)
     return read_columns(tmp_path / "out")
 
 
@@ -104,6 +104,9 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
         ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "targets names 'kind', a column of string"),
         ("file,kind\n8.png,x\n1.png,x\n", {}, "row labels.csv:2: '8.png' names no image"),
         ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
+        ("file,kind\n1.png,x\n", {"drop": ["none"]}, "drop names 'none'; the columns are ['file', 'kind']"),
+        ("", {"labels": "/absent.csv"}, "no such file"),
+        ("", {"labels": None, "masks": "/absent"}, "is no folder"),
     ],
 )
 def test_a_file_of_labels_that_does_not_fit_is_refused(
@@ -111,50 +114,27 @@ def test_a_file_of_labels_that_does_not_fit_is_refused(
 ) -> None:
     write(tmp_path / "in", "1.png")
     (tmp_path / "labels.csv").write_text(content)
-    assert expected in ingest_error(tmp_path, "images", tmp_path / "in", labels=str(tmp_path / "labels.csv"), **options)
+    options = {"labels": str(tmp_path / "labels.csv")} | options
+    assert expected in ingest_error(tmp_path, "images", tmp_path / "in", **options)
 
 
 def test_a_dropped_column_of_a_file_of_labels_is_not_its_label(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png", "2.png")
     rows = labelled(tmp_path, "file,kind,note\n1.png,b,u\n2.png,a,v\n", drop=["note"])
     assert (rows["label"], sorted(rows)) == ([1, 0], ["image", "label", "row_id"])
-    (tmp_path / "second").mkdir()
-    write(tmp_path / "second" / "in", "1.png")
-    (tmp_path / "second" / "labels.csv").write_text("file,kind\n1.png,b\n")
-    options = {"labels": str(tmp_path / "second" / "labels.csv"), "drop": ["none"]}
-    message = ingest_error(tmp_path / "second", "images", tmp_path / "second" / "in", **options)
-    assert "drop names 'none'; the columns are ['file', 'kind']" in message
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"labels": "/absent.csv"}, "no such file"),
-        ({"masks": "/absent"}, "is no folder"),
-    ],
-)
-def test_options_of_labels_and_masks_that_lack_another_are_refused(
-    tmp_path: Path, options: dict[str, Any], expected: str
-) -> None:
-    write(tmp_path / "in", "a/1.png")
-    assert expected in ingest_error(tmp_path, "images", tmp_path / "in", **options)
 
 
 def test_without_labels_images_of_all_folders_are_rows(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png", "a/2.png", "a/b/3.jpg")
-    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), labels="none"))
+    ingest_images(tmp_path, labels="none")
     rows = read_columns(tmp_path / "out")
     assert rows.keys() == {"row_id", "image"}
     assert sorted(rows["row_id"]) == ["1.png", "a/2.png", "a/b/3.jpg"]
 
 
-def ingest_splits(tmp_path: Path, **options: Any) -> DatasetSummary:
-    return ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))
-
-
 def test_folders_of_data_sets_above_the_classes_are_data_sets(tmp_path: Path) -> None:
     write(tmp_path / "in", "train/cat/1.png", "train/dog/2.png", "val/cat/3.png", "test/dog/4.png", "test/eel/5.png")
-    parts = ingest_splits(tmp_path).parts
+    parts = ingest_images(tmp_path).parts
     assert {name: (part.rows, part.classes) for name, part in parts.items()} == {
         "train": (2, ["cat", "dog", "eel"]),
         "eval": (1, ["cat", "dog", "eel"]),
@@ -166,14 +146,14 @@ def test_folders_of_data_sets_above_the_classes_are_data_sets(tmp_path: Path) ->
 
 def test_a_tenth_of_the_folder_to_train_on_is_eval_where_only_test_is_there(tmp_path: Path) -> None:
     write(tmp_path / "in", *(f"train/cat/{n}.png" for n in range(40)), "test/cat/0.png")
-    parts = ingest_splits(tmp_path).parts
+    parts = ingest_images(tmp_path).parts
     assert parts.keys() == {"train", "eval", "test"}
     assert parts["train"].rows + parts["eval"].rows == 40
 
 
 def test_folders_named_as_data_sets_with_images_in_them_are_classes(tmp_path: Path) -> None:
     write(tmp_path / "in", "train/1.png", "test/2.png")
-    assert ingest_splits(tmp_path).parts[""].classes == ["test", "train"]
+    assert ingest_images(tmp_path).parts[""].classes == ["test", "train"]
 
 
 def test_two_folders_of_one_data_set_are_refused(tmp_path: Path) -> None:
@@ -204,7 +184,7 @@ def test_images_of_other_formats_become_png_without_loss(
     path = tmp_path / "in" / "a" / name
     path.parent.mkdir(parents=True)
     image.save(path, **options)
-    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in")))
+    ingest_images(tmp_path)
     [stored] = read_columns(tmp_path / "out")["image"]
     assert stored == convert_image(path.read_bytes(), first_frame=False)
     assert np.array_equal(decode_image(stored), decode_image(encode(image, "png")))
@@ -252,7 +232,7 @@ def test_the_first_frame_is_stored_by_wish(tmp_path: Path, kind: str) -> None:
     lossless = {"lossless": True} if kind == "webp" else {}
     frames[0].save(tmp_path / "in" / "a" / f"1.{kind}", save_all=True, append_images=frames[1:], **lossless)
     assert "first_frame" in ingest_error(tmp_path, "images", tmp_path / "in")
-    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), first_frame=True))
+    ingest_images(tmp_path, first_frame=True)
     [stored] = read_columns(tmp_path / "out")["image"]
     assert decode_image(stored)[:, 0, 0].tolist() == [255, 0, 0]
 
@@ -276,7 +256,7 @@ def test_masks_become_classes_by_their_values(tmp_path: Path, suffix: str) -> No
     write_mask(tmp_path / "masks" / f"a/1{suffix}", VALUES)
     write_mask(tmp_path / "masks" / f"2{suffix}", VALUES[::-1])
     options: dict[str, Any] = {"masks": str(tmp_path / "masks"), "mask_values": "0=background,255=object"}
-    summary = ingest_splits(tmp_path, **options)
+    summary = ingest_images(tmp_path, **options)
     assert summary.parts[""].classes == ["background", "object"]
     rows = read_columns(tmp_path / "out")
     masks = {name: decode_mask(mask).numpy() for name, mask in zip(rows["row_id"], rows["mask"], strict=True)}
@@ -291,7 +271,7 @@ def test_masks_of_palettes_and_colors_become_classes(tmp_path: Path) -> None:
     write_mask(tmp_path / "masks" / "1.png", colors[classes])
     write_mask(tmp_path / "masks" / "2.png", classes, "P")
     write_mask(tmp_path / "masks" / "3.png", colors[classes])
-    ingest_splits(tmp_path, masks=str(tmp_path / "masks"), mask_values="0/0/0=sky, 255/0/0=road, 0/255/0=ignore")
+    ingest_images(tmp_path, masks=str(tmp_path / "masks"), mask_values="0/0/0=sky, 255/0/0=road, 0/255/0=ignore")
     for mask in read_columns(tmp_path / "out")["mask"]:
         assert np.array_equal(decode_mask(mask), np.where(classes == 2, 255, classes))
 
@@ -300,7 +280,7 @@ def test_masks_may_be_beside_the_images(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.jpg", "a/2.png", "3_mask.jpg")
     for name in ("1_mask.png", "a/2_mask.png", "3_mask_mask.png"):
         write_mask(tmp_path / "in" / name, VALUES)
-    summary = ingest_splits(tmp_path, masks=str(tmp_path / "in"))
+    summary = ingest_images(tmp_path, masks=str(tmp_path / "in"))
     assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["1.jpg", "3_mask.jpg", "a/2.png"]
     assert "give --mask_values '0=background,255=object'" in summary.parts[""].notes[0]
 
@@ -310,7 +290,7 @@ def test_masks_below_the_images_are_no_images(tmp_path: Path) -> None:
     write_mask(tmp_path / "in" / "masks" / "1.png", VALUES)
     write_mask(tmp_path / "in" / "masks" / "9.png", VALUES)
     options: dict[str, Any] = {"masks": str(tmp_path / "in" / "masks"), "mask_values": "0=b,255=o"}
-    notes = ingest_splits(tmp_path, **options).parts[""].notes
+    notes = ingest_images(tmp_path, **options).parts[""].notes
     assert notes == ["1 masks belong to no row and are left out, such as '9'."]
     assert read_columns(tmp_path / "out")["row_id"] == ["1.jpg"]
 
@@ -320,7 +300,7 @@ def test_masks_of_gray_and_opaque_alpha_are_masks(tmp_path: Path) -> None:
     (tmp_path / "masks").mkdir()
     image = Image.fromarray(VALUES).convert("LA")
     image.save(tmp_path / "masks" / "1.png")
-    ingest_splits(tmp_path, masks=str(tmp_path / "masks"), mask_values="0=b,255=o")
+    ingest_images(tmp_path, masks=str(tmp_path / "masks"), mask_values="0=b,255=o")
     assert np.array_equal(decode_mask(read_columns(tmp_path / "out")["mask"][0]), VALUES // 255)
     image.putalpha(9)
     image.save(tmp_path / "masks" / "1.png")
@@ -332,7 +312,7 @@ def test_masks_of_gray_and_opaque_alpha_are_masks(tmp_path: Path) -> None:
 def test_masks_without_named_values_stay_as_they_are(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png")
     write_mask(tmp_path / "masks" / "1.png", VALUES % 3, "P")
-    ingest_splits(tmp_path, masks=str(tmp_path / "masks"))
+    ingest_images(tmp_path, masks=str(tmp_path / "masks"))
     assert read_columns(tmp_path / "out")["mask"] == [(tmp_path / "masks" / "1.png").read_bytes()]
 
 
@@ -368,7 +348,7 @@ def test_a_link_to_a_folder_above_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png")
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     with pytest.raises(DataError, match="Is one of them a link"):
-        ingest_splits(tmp_path, labels="none")
+        ingest_images(tmp_path, labels="none")
 
 
 def test_bytes_of_a_gif_in_memory_are_not_changed_without_wish(tmp_path: Path) -> None:
@@ -376,5 +356,5 @@ def test_bytes_of_a_gif_in_memory_are_not_changed_without_wish(tmp_path: Path) -
     still = io.BytesIO()
     PHOTO.quantize(8).save(still, "gif")
     (tmp_path / "in" / "a" / "2.gif").write_bytes(still.getvalue())
-    ingest_splits(tmp_path, first_frame=True)
+    ingest_images(tmp_path, first_frame=True)
     assert still.getvalue() in read_columns(tmp_path / "out")["image"]

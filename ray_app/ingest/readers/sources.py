@@ -1,4 +1,4 @@
-"""The base of the readers of raw data: their interface, input splits and tables, and what several of them need.
+"""Sources of an ingest: the interface of their readers, input splits and tables, and what several readers need.
 
 Every table has a column `row_id` (string), which says where the row comes from. No reader holds more than about
 `BLOCK_BYTES` of rows in memory.
