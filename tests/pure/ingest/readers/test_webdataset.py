@@ -63,7 +63,7 @@ def with_others(rows: int = 4) -> Members:
 
 def tar_bytes(members: Members, mode: str = "w") -> bytes:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as archive:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=file, mode=mode) as archive:
         for name, data in members.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
