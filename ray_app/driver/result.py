@@ -272,4 +272,4 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
             f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
         )
     roots = [run.path if isinstance(run, Result) else to_location(os.fspath(run)) for run in runs]
-    return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))
+    return Comparison(tuple(read_facts(RunPaths(root)) for root in roots))

@@ -45,13 +45,12 @@ from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_interval_s
+from ray_app.storage.files import poll_interval_s, put_json
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
 from ray_app.train.checkpointing.step_log import record_fallback
@@ -414,7 +413,7 @@ class Run:
 
 def _put_new_summary(job: Job, status: RunStatus) -> dict[str, Any]:
     summary = summarize(job, status)
-    put_summary(job.paths, summary)
+    put_json(job.paths.summary, summary)
     return summary
 
 
