@@ -21,16 +21,11 @@ from ray_app.testing import WorkerPool
 from ray_app.train.build import build_reducer
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _list_sockets
-from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
+from tests.support.local_world import LocalMembership, TinyImages, make_job
 from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 SMALL_MB = 0.001
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("ddp") / "data", [[50, 1], [46]])
 
 
 def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(

@@ -20,17 +20,12 @@ from ray_app.task.user_loop import LoopTask
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from tests.support.campaign import Campaign
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 SCRIPTS = "tests.support.loop_scripts."
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("loop") / "data", [[50, 1], [46]])
 
 
 def arguments(evaluate: str = "loss_and_accuracy", **settings: Any) -> dict[str, Any]:

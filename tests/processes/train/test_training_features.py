@@ -36,15 +36,9 @@ from tests.support.local_world import (
     TinyImages,
     feed_of,
     make_job,
-    write_images,
 )
 
 ROWS = [[50, 1], [46]]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("features") / "data", ROWS)
 
 
 class SteepLoss(ImageClassification):

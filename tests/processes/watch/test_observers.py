@@ -24,7 +24,7 @@ from ray_app.runlog.paths import RunPaths, add_version
 from ray_app.storage.files import put_json
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.watch.observers import Observers
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.receiver import start_receiver
@@ -63,11 +63,6 @@ class Noted(Observer):
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
         self._note("ended", status, summary["steps"])
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("observed") / "data", [[50, 1], [46]])
 
 
 def train_observed(folder: Path, data: Path, observers: list[dict[str, Any]], **fields: Any) -> Result:

@@ -27,7 +27,7 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, TinyImages, make_job, write_images
+from tests.support.local_world import CPU, TinyImages, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -37,11 +37,6 @@ exec(ON_PAGE["python"], globals())
 OPTIMIZERS = yaml.safe_load(ON_PAGE["yaml"])["optimizers"]
 SOURCE = {"run": "gan", "step": 1, "params_digest": ""}
 STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("turns") / "data", [[50, 1], [46]])
 
 
 def gan() -> Task:

@@ -32,7 +32,7 @@ from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
 from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
 from ray_app.train.step.step_stats import StepResult
-from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job
 
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
@@ -45,11 +45,6 @@ STEPS = {"class_path": "torch.optim.lr_scheduler.MultiStepLR", "init_args": {"mi
 def falling(step: int) -> float:
     """Returns the factor of a `LambdaLR` schedule."""
     return 1 / (1 + step)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("step") / "data", ROWS)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,6 @@ ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("local") / "data", ROWS)
-
-
 def local_job(folder: Path, data: Path, **fields: Any) -> Job:
     defaults: dict[str, Any] = {
         "train__strategy": "local_sgd",
