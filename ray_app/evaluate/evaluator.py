@@ -385,7 +385,8 @@ def score_parts(
         ray.exceptions.RayError: All actors failed, and this process does not score.
         RayAppError: The data or user code is to blame.
     """
-    waiting, idle, chunks = list(range(parts)), [*actors, *actors], list[Chunk]()
+    waiting, idle = list(range(parts)), [*actors, *actors]
+    chunks: list[Chunk] = []
     running: dict[ray.ObjectRef, tuple[Callable[[int], ray.ObjectRef], int]] = {}
     while waiting or running:
         while waiting and idle:

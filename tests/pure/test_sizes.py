@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_733,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 74_921,
+    "tests": 74_873,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -80,7 +80,7 @@ IN = "task.init_args."
         (
             module(model="torchvision.models.resnet18"),
             {},
-            "got model = 'torchvision.models.resnet18'; it must be Spec, where Spec",
+            "got model = torchvision.models.resnet18; it must be a mapping. A class is written as {class_path",
         ),
         (
             module(loss={"class": "torch.nn.CrossEntropyLoss"}),

@@ -107,7 +107,7 @@ def test_the_best_mode_follows_from_the_metric(
 @pytest.mark.parametrize(
     ("task", "fields", "message"),
     [
-        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
+        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = maximum; it must be one of max, min"),
         (
             module(best_metric="acc", best_mode="max"),
             {},
