@@ -35,9 +35,7 @@ def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
     assert len(_split_into_buckets(parameters, 8 << 20, 8 << 20)) == 1
     assert len(_split_into_buckets(parameters, *[int(SMALL_MB * (1 << 20))] * 2)) > 1
     runs = [
-        worker_pool.train_new_run(
-            make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
-        )
+        worker_pool.train_new_run(make_job(tmp_path / "run", data, task=TinyImages(), train__bucket_mb=mb), size)
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
     ]
     assert runs[0].digests == runs[1].digests

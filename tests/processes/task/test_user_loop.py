@@ -36,7 +36,7 @@ def arguments(evaluate: str = "loss_and_accuracy", **settings: Any) -> dict[str,
 def job_of(folder: Path, data: Path, variant: str = "", log_file: Path | None = None, **fields: Any) -> Job:
     task = LoopTask(**arguments(variant=variant, log_file=str(log_file) if log_file else None))
     fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
+    return make_job(folder, data, task=task, **fields)
 
 
 def test_a_loop_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(

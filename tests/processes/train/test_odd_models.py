@@ -241,13 +241,7 @@ class Quantized(TinyImages):
 
 
 def job_of(folder: Path, data: Path, task: TinyImages, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "optimizer": ADAM,
-        "train__max_steps": 6,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 4,
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    return make_job(folder, data, task=task, every=4, **({"optimizer": ADAM, "train__max_steps": 6} | fields))
 
 
 def train_new_run(

@@ -29,14 +29,8 @@ def optimizer(name: str = "AdamW", groups: list[dict[str, Any]] | None = None, *
 
 
 def job_of(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "optimizer": optimizer(),
-        "train__epochs": 2,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 4,
-        "task": ImageClassification(model_args={"channels": 4, "dropout": 0.3}),
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, **(defaults | fields))
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, every=4, **({"optimizer": optimizer(), "task": task} | fields))
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

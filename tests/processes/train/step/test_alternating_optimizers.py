@@ -44,12 +44,9 @@ def gan() -> Task:
 
 
 def job_of(folder: Path, data: Path, turns: dict[str, Any] | None = None, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
     default = {"class_path": "torch.optim.Adam", "init_args": {}}
-    settings: dict[str, Any] = (
-        defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
-    )
-    return make_job(folder, data, logical_workers=4, batch=12, task=settings.pop("task", None) or gan(), **settings)
+    settings = {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns, "task": gan()}
+    return make_job(folder, data, every=4, **(settings | fields))
 
 
 def with_schedules() -> dict[str, Any]:

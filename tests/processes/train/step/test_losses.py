@@ -75,8 +75,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
-    return make_job(folder, data, logical_workers=4, batch=12, task=task or Tokens(), **(defaults | fields))
+    return make_job(folder, data, task=task or Tokens(), every=4, **fields)
 
 
 @pytest.mark.rest

@@ -36,15 +36,9 @@ ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {
 
 
 def central_job(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "train__strategy": "central_storage",
-        "train__epochs": 2,
-        "schedule": ONE_CYCLE,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 6,
-    }
+    defaults: dict[str, Any] = {"train__strategy": "central_storage", "schedule": ONE_CYCLE}
     task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    return make_job(folder, data, task=task, every=6, **(defaults | fields))
 
 
 @pytest.mark.rest
