@@ -123,11 +123,7 @@ class Result:
         return read_rows(self.task, path)
 
     def evaluate(
-        self,
-        data: Any,
-        checkpoint: str = "best",
-        workers: int | None = None,
-        batch_size: int | None = None,
+        self, data: Any, checkpoint: str = "best", workers: int | None = None, batch_size: int | None = None
     ) -> dict[str, float]:
         """Scores a model on a data set, such as test rows that were used for no choice.
 

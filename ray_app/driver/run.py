@@ -507,7 +507,7 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per"
         f" epoch{passes}, {counted_word(config.train.epochs, 'epoch')}; {_workers_text(config, max_workers)},"
-        f" arithmetic of {job.plan.logical_workers}",
+        f" arithmetic of {job.plan.logical_workers}"
     )
     if (classes := job.plan.classes) is not None:
         console.print(
@@ -552,10 +552,7 @@ def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
     if not labeled:
         return None
     processes = workers + scaling.standby_workers if config.train.strategy_traits.has_workers else 0
-    reserved = {
-        "GPU": processes * scaling.worker_gpus + evaluator_gpus(config),
-        "CPU": wanted_cpus(config, processes),
-    }
+    reserved = {"GPU": processes * scaling.worker_gpus + evaluator_gpus(config), "CPU": wanted_cpus(config, processes)}
     used, idle = [], []
     for name, number in reserved.items():
         if not (total := sum(node["Resources"].get(name, 0.0) for node in labeled)):

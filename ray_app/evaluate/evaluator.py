@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -432,8 +432,7 @@ class ScoringPool:
     def share(self, arrays: Arrays) -> Arrays:
         """Puts the data into Ray's object store, of which each node maps one copy, and returns that copy."""
         self._arrays = ray.put(arrays)
-        shared: Arrays = ray.get(self._arrays)
-        return shared
+        return cast(Arrays, ray.get(self._arrays))
 
     def score(
         self, state: Mapping[str, Tensor], score_part: Callable[[int, int], Iterable[Chunk]] | None = None

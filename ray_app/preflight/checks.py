@@ -138,7 +138,7 @@ def complete_config(context: PreflightContext) -> list[str]:
         return []
     return [
         "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
-        " to 2 to keep an older one.",
+        " to 2 to keep an older one."
     ]
 
 

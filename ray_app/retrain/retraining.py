@@ -45,14 +45,7 @@ from ray_app.retrain.gate import (
 )
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import ReferenceProfiles, find_problems
-from ray_app.retrain.rounds import (
-    RetrainPaths,
-    Round,
-    add_audit_entry,
-    current_time,
-    open_rounds,
-    read_delivery,
-)
+from ray_app.retrain.rounds import RetrainPaths, Round, add_audit_entry, current_time, open_rounds, read_delivery
 from ray_app.retrain.situation import (
     KEY_TAG,
     Situation,

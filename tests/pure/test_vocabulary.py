@@ -82,9 +82,7 @@ PHRASES = {
     r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
 ANY_PHRASE = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES))
-EXCEPTIONS: dict[str, str] = {
-    "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
-}
+EXCEPTIONS: dict[str, str] = {"ray_app/retrain/gate.py: least_drop": "a key of the audit record"}
 """Names and phrases that are allowed, as `FILE: NAME` or `FILE: PHRASE`, with the reason."""
 
 

@@ -72,11 +72,7 @@ def test_a_run_begins_with_the_parameters_of_the_file(base_config: Config, tmp_p
 @pytest.mark.rest
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"train__strategy": "local_sgd", "train__local_steps": 2},
-        {"train__strategy": "central_storage"},
-    ],
+    [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}, {"train__strategy": "central_storage"}],
     ids=str,
 )
 def test_a_resumed_run_does_not_read_the_initial_parameters(
@@ -126,10 +122,7 @@ def test_the_folder_of_an_export_names_its_parameters(base_config: Config, tmp_p
     assert job.config.train.init_digest == params_digest(state)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["run", "checkpoint", "state dict", "Lightning", "DataParallel", "folder"],
-)
+@pytest.mark.parametrize("source", ["run", "checkpoint", "state dict", "Lightning", "DataParallel", "folder"])
 def test_a_run_begins_with_another_run_or_a_file_of_other_tools(
     source: str, base_config: Config, tmp_path: Path
 ) -> None:

@@ -410,14 +410,7 @@ CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "at",
-    [
-        "model.safetensors.*partNumber=2",
-        "training.pt",
-        "COMMIT.json",
-    ],
-)
+@pytest.mark.parametrize("at", ["model.safetensors.*partNumber=2", "training.pt", "COMMIT.json"])
 def test_a_writer_killed_midway_commits_nothing(
     store: CheckpointStore, paths: RunPaths, s3_server: S3Server, at: str
 ) -> None:

@@ -233,10 +233,7 @@ def test_a_damaged_event_is_one_line_and_not_a_traceback(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
-        (["--batch_size", "0"], "evaluate.batch_size is 0"),
-    ],
+    [(["--num_cpus", "-1"], "evaluate.num_cpus is -1"), (["--batch_size", "0"], "evaluate.batch_size is 0")],
 )
 def test_options_of_an_evaluation_are_refused_before_ray_starts(
     tmp_path: Path,
