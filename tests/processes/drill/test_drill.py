@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ray_app import load_config
 from ray_app.cli.drill import DrillSection, choose_scenarios, main, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
@@ -48,6 +47,7 @@ from tests.support.drill_scenarios import (
     scenario_context,
     write_records,
 )
+from tests.support.jobs import digits_config
 from tests.support.paths import ROOT
 
 SUMMARY = {
@@ -304,22 +304,14 @@ def test_the_help_and_the_page_name_all_scenarios(capsys: pytest.CaptureFixture[
 
 
 @pytest.fixture
-def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
-    def make(**fields: Any) -> Config:
-        paths = {
-            "data__path": str(digits / "train"),
-            "data__eval_path": str(digits / "eval"),
-            "run__storage_path": str(tmp_path / "runs"),
-        }
-        return load_config(ROOT / "conf" / "digits.yaml", **paths, **fields)
-
-    return make
+def make_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    return partial(digits_config, digits, tmp_path / "runs")
 
 
 def test_the_drill_changes_only_fields_without_effect_on_parameters(
-    digits_config: Callable[..., Config], tmp_path: Path
+    make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
+    config = make_config(scaling__max_workers=4, scaling__logical_workers=4)
     drilled = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
     assert drilled.replace(train__max_steps=None).train == config.train
     assert (drilled.task, drilled.optimizer, drilled.schedule, drilled.data, drilled.seed) == (
@@ -332,7 +324,7 @@ def test_the_drill_changes_only_fields_without_effect_on_parameters(
     assert drilled.checkpoint.every_steps == 5
     assert Path(drilled.run.storage_path).parent == tmp_path / "drills"
     assert (
-        make_drill_config(digits_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
+        make_drill_config(make_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
         is None
     )
     with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
@@ -351,10 +343,10 @@ def test_the_drill_changes_only_fields_without_effect_on_parameters(
     ],
 )
 def test_the_drill_refuses_runs_that_are_not_bit_identical(
-    digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
+    make_config: Callable[..., Config], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        make_drill_config(digits_config(**fields), DrillSection(), starts_cluster=True)
+        make_drill_config(make_config(**fields), DrillSection(), starts_cluster=True)
 
 
 def test_there_is_no_evaluator_to_kill_when_workers_evaluate(tmp_path: Path) -> None:
