@@ -99,7 +99,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Reports a skipped test as failed if TESTS_MAY_SKIP is "no", as in CI, where all programs are installed."""
     report = yield
     if report.skipped and os.environ.get("TESTS_MAY_SKIP") == "no":
-        report.outcome, report.longrepr = "failed", f"Skipped, where nothing may be: {report.longrepr[2]}"  # type: ignore[index]
+        report.outcome, report.longrepr = "failed", f"Skipped, where nothing may be: {report.longrepr[2]}"
     return report
 
 

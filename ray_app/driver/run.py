@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -174,6 +174,11 @@ def open_run(
             check_window_memory(prepared.job, max_workers, capacity.nodes)
             if needed_bytes := shared_bytes(prepared.job):
                 check_object_stores(needed_bytes, capacity.nodes)
+            if prepared.reading_rates is not None:
+                # One CPU for reading is among the wanted ones.
+                cpus = capacity.resources.get("CPU", 0.0) - wanted_cpus(config, max_workers) + 1
+                shortage = prepared.reading_rates.find_shortage(max_workers, cpus)
+                prepared = replace(prepared, warnings=(*prepared.warnings, *shortage))
             with acquire_lease(prepared.job.paths) as lease:
                 prepared = claim(prepared, lease.fence)
                 safe_console = SafeConsole(console)

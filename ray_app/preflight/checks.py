@@ -443,6 +443,10 @@ CHECKS = (
     Check("batches", 0.1, "The evaluation of a row does not depend on the rows beside it.", batch_checks.try_batches,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),
+    Check("reading time", 0.01, "The time to decode a row is known.", dry_run.measure_reading, ("one row",),
+          calls_task=True,
+          applies=lambda context: context.config.scaling.worker_gpus > 0 and context.config.data.cache == "none"
+          and not isinstance(context.task, LoopTask)),
     Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),

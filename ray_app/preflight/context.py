@@ -53,6 +53,33 @@ class CheckResult:
     seconds: float | None = None
 
 
+@dataclass(frozen=True)
+class ReadingRates:
+    """The rates that show whether CPUs decode as many rows as GPUs train on, by the times of a few rows on this CPU.
+
+    Args:
+        decode_s: Time in which a CPU decodes a row.
+        train_rows: Rows per second on which a worker with a GPU is expected to train.
+    """
+
+    decode_s: float
+    train_rows: float
+
+    def find_shortage(self, workers: int, cpus: float) -> list[str]:
+        """Returns a warning if `cpus` logical CPUs decode fewer rows than a number of workers train on."""
+        rows = workers * self.train_rows
+        needed_cpus = rows * self.decode_s
+        if needed_cpus <= cpus:
+            return []
+        return [
+            f"{workers} workers with GPUs may train on about {rows:,.0f} rows per second, by the time of a few rows"
+            f" here; the {cpus:g} CPUs that are free for reading decode about {cpus / self.decode_s:,.0f}"
+            f" ({1e3 * self.decode_s:.2g} ms per row), so the GPUs would wait for data. Use nodes with more CPUs (about"
+            f" {needed_cpus:,.0f} for reading), store smaller images, or set data.cache to disk or memory, with which"
+            " only the first epoch decodes."
+        ]
+
+
 class PreflightContext:
     """The values that checks compute for those after them.
 
@@ -97,6 +124,8 @@ class PreflightContext:
         self.eval_source: RowSource | None = None
         self.eval_rows: Arrays | None = None
         self.constant_scores: dict[str, float] = {}
+        # The check `reading time` sets it, if there are GPUs.
+        self.reading_rates: ReadingRates | None = None
         self.exit_stack = ExitStack()
 
     @property

@@ -9,10 +9,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+import time
 import warnings
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +28,7 @@ from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import (
     SHORT_LENGTH,
     PreflightContext,
+    ReadingRates,
     RowProbe,
     count_numbers,
     longest_of,
@@ -56,6 +59,13 @@ logger = logging.getLogger(__name__)
 
 _CODE_ERRORS = (NameError, AttributeError, TypeError, ImportError, NotImplementedError)
 """Errors of code that is wrong for any number of rows."""
+_TIMED_ROWS = 2
+_BACKWARD_FACTOR = 3
+"""Time of a forward and a backward, divided by that of the forward."""
+_MAX_GPU_SPEEDUP = 1000
+"""Assumed speed of a GPU, divided by that of a thread of a CPU: high, that of large convolutions in bf16."""
+_MIN_STEP_S = 0.01
+"""Time of a step of a network that is as fast as its kernels are started."""
 _UNSUPPORTED_STEP = re.compile("closure|dense")
 """Words of PyTorch's errors if a dense gradient is not enough for a step (`LBFGS`, `SparseAdam`)."""
 
@@ -189,6 +199,24 @@ def check_eval_targets(context: PreflightContext) -> None:
         context.task.refuse_target(context.eval_rows)
     except ValueError as error:
         raise ConfigError(f"data.eval_path {context.config.data.eval_path}, in the first rows: {error}.") from error
+
+
+def measure_reading(context: PreflightContext) -> None:
+    """Measures how long a row takes to decode, and estimates the training rate of a GPU; see `ReadingRates`."""
+    task, config = context.task, context.config
+    rows = context.undecoded_row
+    keys = np.zeros(len(next(iter(rows.values()))), np.int64)
+    began_s = time.thread_time()
+    for _ in range(_TIMED_ROWS):
+        task.decode_training(rows, keys)
+    decode_s = (time.thread_time() - began_s) / (_TIMED_ROWS * len(keys))
+    few = {name: concat_fields([values[:1]] * _TIMED_ROWS) for name, values in context.rows.items()}
+    began_s = time.perf_counter()
+    context.row_probe.run(few, False, "a few rows")
+    step_s = _BACKWARD_FACTOR * (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
+    gpu_rows = config.scaling.worker_gpus * _MAX_GPU_SPEEDUP / step_s
+    launched_rows = config.data.global_batch_size / config.scaling.worker_limit / _MIN_STEP_S
+    context.reading_rates = ReadingRates(decode_s, min(gpu_rows, launched_rows))
 
 
 def try_optimizers(context: PreflightContext) -> None:

@@ -26,7 +26,7 @@ from ray_app.evaluate.job import EvaluationJob
 from ray_app.models.package import storable_settings
 from ray_app.preflight.changes import CodeVersions, DataVersions, fill_defaults, store_code, store_data_versions
 from ray_app.preflight.checks import CHECKS
-from ray_app.preflight.context import PreflightContext
+from ray_app.preflight.context import PreflightContext, ReadingRates
 from ray_app.process import why_not_writable
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
@@ -60,6 +60,7 @@ class Prepared:
         data_files: Size and modification time, or ETag, of the data files.
         changed_data: Differences of `data_files` from the last start, each a sentence.
         constant_scores: The metrics of a constant prediction on the evaluation data.
+        reading_rates: How fast rows are decoded and trained on, with GPUs and without a cache.
     """
 
     job: Job
@@ -74,6 +75,7 @@ class Prepared:
     data_files: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
     constant_scores: Mapping[str, float] = field(default_factory=dict)
+    reading_rates: ReadingRates | None = None
 
 
 def prepare(config: Config) -> Prepared:
@@ -113,6 +115,7 @@ def prepare(config: Config) -> Prepared:
             context.data_versions,
             tuple(context.changed_data),
             context.constant_scores,
+            context.reading_rates,
         )
 
 

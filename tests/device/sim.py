@@ -97,7 +97,7 @@ class _StreamWork:
         self._tensors = tensors
 
     def has_arrived(self) -> bool:
-        return self._work.has_arrived()  # type: ignore[no-any-return]
+        return self._work.has_arrived()
 
     def wait(self) -> None:
         try:
@@ -135,4 +135,4 @@ def _move_states_to_device(parameters: list[Any], buffers: list[Tensor], device:
             swap_tensors(tensor, torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
 
 
-_fsdp_init._move_states_to_device = _move_states_to_device  # type: ignore[assignment]
+_fsdp_init._move_states_to_device = _move_states_to_device

@@ -146,4 +146,4 @@ def _train(
     except BaseException:
         traceback.print_exc()
         raise
-    return SIM.races()  # type: ignore[no-any-return]
+    return SIM.races()

@@ -210,7 +210,7 @@ def test_the_oldest_of_too_many_handshakes_is_closed(monkeypatch: pytest.MonkeyP
         for number in range(5):
             strangers.append(stack.enter_context(socket.create_connection(echo.address, timeout=WAIT_S)))
             wait_until(
-                lambda number=number: count_handshakes(echo) == min(number + 1, 3),  # type: ignore[misc]
+                lambda number=number: count_handshakes(echo) == min(number + 1, 3),
                 "the connection was not accepted",
                 WAIT_S,
             )
@@ -281,7 +281,7 @@ def test_a_closed_listener_accepts_no_client_and_keeps_connections_open(echo: Ec
         wait_until(lambda: is_closed(stranger), "the handshake continues", WAIT_S)
         with pytest.raises(OSError, match="refused"):
             wait_until(
-                lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(),  # type: ignore[func-returns-value,arg-type,return-value]
+                lambda: socket.create_connection(echo.address, timeout=WAIT_S).close(),
                 "still listening",
                 WAIT_S,
             )

@@ -77,7 +77,7 @@ def test_a_command_in_the_documentation_parses(
         def parse_and_stop(
             self: argparse.ArgumentParser, *args: object, original: object = kind.parse_args, **more: object
         ) -> None:
-            original(self, *args, **more)  # type: ignore[operator]
+            original(self, *args, **more)
             raise ParsedError
 
         monkeypatch.setattr(kind, "parse_args", parse_and_stop)

@@ -19,14 +19,14 @@ CEILINGS = {
     "ray_app/config": 1_702,
     "ray_app/data": 4_237,
     "ray_app/drill": 2_972,
-    "ray_app/driver": 2_903,
+    "ray_app/driver": 2_908,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_643,
     "ray_app/keras": 999,
     "ray_app/models": 2_301,
     "ray_app/plan": 863,
     "ray_app/predict": 611,
-    "ray_app/preflight": 4_471,
+    "ray_app/preflight": 4_535,
     "ray_app/reduction": 2_307,
     "ray_app/report": 1_715,
     "ray_app/retrain": 2_137,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_733,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 74_594,
+    "tests": 74_644,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -204,7 +204,7 @@ def sources() -> dict[str, Case]:
                 if data is not files[path]:
                     Path(path).write_bytes(data)
             try:
-                ingest(IngestOptions(name.partition(",")[0], "out", source, **options))  # type: ignore[arg-type]
+                ingest(IngestOptions(name.partition(",")[0], "out", source, **options))
             finally:
                 shutil.rmtree("out", ignore_errors=True)
                 for path, data in changed.items():

@@ -133,7 +133,7 @@ class Module(pl.LightningModule):
             return None
         if extra == "manual":
             self.manual_backward(loss)
-            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().step()
         if returns in ("dict", "more"):
             return {"loss": loss} | ({"outputs": outputs.detach()} if returns == "more" else {})
         return loss[None] if returns == "one element" else loss

@@ -258,8 +258,8 @@ def configuration(program: Program, folder: Path) -> dict[str, Any]:
     safetensors.torch.save_file(initial, folder / "initial.safetensors")
     metrics = {}
     if program["metric"] and program["target"] in METRICS:
-        name, arguments = METRICS[program["target"]]
-        metrics = {"score": {"class_path": f"torchmetrics.{name}", "init_args": arguments}}
+        name, metric_arguments = METRICS[program["target"]]
+        metrics = {"score": {"class_path": f"torchmetrics.{name}", "init_args": metric_arguments}}
     second = {"two": ["z"], "by name": ["z"], "lists": ["x.mask"]}.get(program["inputs"], [])
     columns = ["x", *second, "y", *(["w"] * program["weights"])]
     arguments: dict[str, Any] = {

@@ -42,7 +42,7 @@ class Impure(ImageClassification):
     def build_model(self) -> nn.Module:
         model = super().build_model()
         if self.mistake == "lock":
-            model.lock = threading.Lock()  # type: ignore[assignment]
+            model.lock = threading.Lock()
         return model
 
     def decode(self, rows: dict[str, Any]) -> dict[str, Any]:

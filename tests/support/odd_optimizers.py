@@ -40,7 +40,7 @@ class NoisySgd(torch.optim.SGD):
         self.has_generator = has_generator
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for group in self.param_groups:
             for p in group["params"]:

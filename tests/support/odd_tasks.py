@@ -60,7 +60,7 @@ def pixels(classes: int) -> nn.Module:
 def locked_pixels(classes: int) -> nn.Module:
     """Returns the model of `pixels` with a lock, which can be neither copied nor pickled."""
     model = nn.Sequential(pixels(classes))
-    model.lock = threading.Lock()  # type: ignore[assignment]
+    model.lock = threading.Lock()
     return model
 
 

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 _names: dict[str, Any] = {}
 exec(next(block.text for block in blocks(ROOT / "docs" / "strategies.md") if "GradientReducer" in block.text), _names)
-OneDevice = _names["OneDevice"]
+OneDevice: Any = _names["OneDevice"]
 
 
 class Warmup(OneDevice):

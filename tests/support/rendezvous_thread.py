@@ -162,7 +162,7 @@ def train_at_rendezvous(
             device,
             backend,
             RunPaths(job.run_root),
-            1,  # type: ignore[arg-type]
+            1,
         )
         is_over = False
         try:

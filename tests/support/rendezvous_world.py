@@ -225,7 +225,7 @@ class RendezvousWorld:
             w.tickets += 1
             w.wait_number, w.beat_s = w.tickets, 0.0
         elif w._reply.leave and w._reply.is_for_waiting:
-            self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))  # type: ignore[arg-type]
+            self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))
         return None
 
     def _apply_reply(self, w: Worker, orders: HeartbeatReply) -> None:
@@ -296,7 +296,7 @@ class RendezvousWorld:
             self.stepped = group.number
         flags = Flags(0)
         for m in members:
-            flags |= RendezvousClient.flags(m)  # type: ignore[arg-type]
+            flags |= RendezvousClient.flags(m)
         partly = self.random.random() < 0.02 and len(members) > 1
         # A worker dies in the reduction: some workers have finished it, some have not.
         if partly:
@@ -329,7 +329,7 @@ class RendezvousWorld:
     def _end_generation(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
         if m._reply.leave:
-            self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))  # type: ignore[arg-type]
+            self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))
         elif over:
             m.over, m.state = True, "left"
         m.over = over and not m._reply.leave

@@ -102,7 +102,7 @@ class RunDirectory:
 
     def checkpoint(self, step: int, at_s: float, why: str = "cadence") -> None:
         """Writes a committed checkpoint and its event."""
-        commit = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.start_s + at_s)  # type: ignore[arg-type]
+        commit = Commit(step, 1, 0, step, why, "c", "m", 4, f"{step:064x}", {"torch": "2"}, self.start_s + at_s)
         CheckpointStore(self.paths).write({}, commit)
         self.event("checkpointed", at_s, step=step, why=why, duration_s=0.2)
 

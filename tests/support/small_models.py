@@ -28,7 +28,7 @@ def detector(num_classes: int, **sizes: Any) -> nn.Module:
     for channels, outputs in ((3, 16), (16, 32), (32, 32)):
         layers += [nn.Conv2d(channels, outputs, 3, 2, 1), nn.BatchNorm2d(outputs), nn.ReLU()]
     backbone = nn.Sequential(*layers)
-    backbone.out_channels = 32  # type: ignore[assignment]
+    backbone.out_channels = 32
     return FasterRCNN(
         backbone,
         rpn_anchor_generator=AnchorGenerator(((16, 32),), ((1.0,),)),

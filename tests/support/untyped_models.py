@@ -16,7 +16,7 @@ class NumericColumns(nn.Module):
         self.layers = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x[:, None])  # type: ignore[no-any-return]
+        return self.layers(x[:, None])
 
 
 def numbers(width, outputs=1):  # type: ignore[no-untyped-def]
@@ -31,7 +31,7 @@ class ScaledLoss(nn.Module):
         self.scale = scale
 
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
-        return self.scale * (outputs - target) ** 2  # type: ignore[no-any-return]
+        return self.scale * (outputs - target) ** 2
 
 
 class LightningStyle(NumericColumns):

@@ -152,7 +152,7 @@ class ManyOutputs(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> dict[str, Tensor | tuple[Tensor, ...] | None]:
         scores = self.experts(x)
-        self.experts.balance = scores.softmax(1).square().mean()  # type: ignore[assignment]
+        self.experts.balance = scores.softmax(1).square().mean()
         values = self.layer(x)
         loss = None if y is None else ((values[:, 0] - y) ** 2).mean()
         return {"values": values, "hidden": (x, scores), "loss": loss}

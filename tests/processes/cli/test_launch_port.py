@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -105,9 +106,9 @@ def test_a_burst_of_strangers_keeps_no_machine_out(tmp_path: Path) -> None:
 
 def test_warnings_of_ray_are_shown(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A program stands for `ray start`."""
-    popen = launch.subprocess.Popen
+    popen = subprocess.Popen
     code = "print('2026 WARNING token authentication is disabled'); print('started'); import sys; sys.exit(3)"
-    monkeypatch.setattr(launch.subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", code], **kw))
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: popen([sys.executable, "-c", code], **kw))
     with _ray_node(["--head"]) as check, pytest.raises(RayAppError, match=r"(?s)ended: .*started"):
         launch._wait(lambda: False, check, "for its end")
     assert caplog.messages == ["ray start: 2026 WARNING token authentication is disabled"]

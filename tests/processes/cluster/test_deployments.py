@@ -220,11 +220,11 @@ def test_both_manifests_request_the_same_cluster() -> None:
 
 
 def test_the_image_has_the_versions_of_the_requirements() -> None:
-    ray = re.search(r"^ray\[.*\]==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    ray = re.search(r"^ray\[.*\]==(\S+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
     project = (ROOT / "pyproject.toml").read_text()
-    lowest = re.search(r'requires-python = ">=3\.(\d+)', project)[1]  # type: ignore[index]
+    lowest = re.search(r'requires-python = ">=3\.(\d+)', project)[1]
     base = next(rest for word, rest in instructions() if word == "ARG" and rest.startswith("BASE="))
-    minor = int(re.search(r"python:3\.(\d+)-", base)[1])  # type: ignore[index]
+    minor = int(re.search(r"python:3\.(\d+)-", base)[1])
     assert int(lowest) <= minor
     image = f"registry.example.com/ray_app:{__version__}-ray{ray}-py3{minor}"
     assert {
@@ -306,6 +306,6 @@ def test_the_dag_retries_only_after_exit_code_75() -> None:
     assert ast.literal_eval(options["DAG"]["max_active_runs"]) == 1
     assert ast.literal_eval(options["Retrain"]["retries"]) > 0
     assert (dag_constants()["AGAIN"], dag_constants()["FOLDER"]) == (75, INSTALLED)
-    branches = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-    raised = {ast.unparse(branch.test): branch.body[0].exc.func.id for branch in branches}  # type: ignore[attr-defined, union-attr]
+    branches: list[Any] = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    raised = {ast.unparse(branch.test): branch.body[0].exc.func.id for branch in branches}
     assert raised == {"result.exit_code == AGAIN": "AirflowException", "result.exit_code != 0": "AirflowFailException"}

@@ -251,7 +251,7 @@ def test_without_skip_the_row_is_an_error(worker_pool: WorkerPool, data: Path, t
 
 def test_the_search_for_the_first_good_row_stops_at_the_limit(data: Path) -> None:
     dataset, task = open_dataset(str(data)), BadRowImages((0, 1, 2))
-    task = task.prepare(dataset.facts)  # type: ignore[assignment]
+    task = task.prepare(dataset.facts)
     with pytest.raises(BadRowError, match="row 2 is unreadable"):
         decode_first_row(dataset, task.columns(), task.decode, 2)
     assert decode_first_row(dataset, task.columns(), task.decode, 3)["id"].tolist() == [3]

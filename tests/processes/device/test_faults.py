@@ -139,8 +139,8 @@ def use_memory_in_groups(rank: int, store: Path, begins: bool) -> None:
         SIM.take_memory(rank, -_GROUP_BYTES)
         _originals["shutdown"](group)
 
-    SimulatedGroup.__init__ = open_group  # type: ignore[method-assign]
-    SimulatedGroup.shutdown = close_group  # type: ignore[method-assign]
+    SimulatedGroup.__init__ = open_group
+    SimulatedGroup.shutdown = close_group
 
 
 _originals: dict[str, Any] = {}

@@ -60,7 +60,7 @@ def copy_state(rank: int, store: Path) -> list[float]:
     from ray_app.train.state.transfer import copy_to_host
     from tests.device.sim import DEVICE
 
-    return copy_to_host({"values": torch.arange(5.0, device=DEVICE)})["values"].tolist()  # type: ignore[no-any-return]
+    return copy_to_host({"values": torch.arange(5.0, device=DEVICE)})["values"].tolist()
 
 
 def use_memory_of_a_side_stream(rank: int, store: Path) -> float:
@@ -105,7 +105,7 @@ def add_on_the_host(rank: int, store: Path) -> list[float]:
     bucket = Bucket([torch.nn.Parameter(torch.ones(5, device=DEVICE))], World(0, 2, 2), 0)
     bucket.add_leaf(0, [torch.arange(5.0, device=DEVICE)])
     bucket.add_copied_leaf()
-    return bucket.result[:5].tolist()  # type: ignore[no-any-return]
+    return bucket.result[:5].tolist()
 
 
 Check = Callable[[int, Path], Any]

@@ -218,7 +218,7 @@ def test_the_drill_waits_for_the_address_of_the_new_rendezvous(tmp_path: Path, m
     assert scenario.observe is not None
     evidence = Evidence(str(tmp_path / "evidence"))
     evidence.put("held", step=3)
-    scenario.observe(SimpleNamespace(rendezvous="its name"))  # type: ignore[arg-type]
+    scenario.observe(SimpleNamespace(rendezvous="its name"))
     entry = evidence.get("rendezvous_killed")
     assert entry is not None
     assert (killed, entry["before"], entry["after"]) == (["its name"], ["host", 1], ["host", 2])

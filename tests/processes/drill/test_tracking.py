@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_an_mlflow_outage_counts_only_if_steps_continued(tmp_path: Path, monkeyp
     ]
     answered.evidence["server_back"]["step"] = 6
     assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
-    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (
         tracking.mlflow(scenario_context(tmp_path))
         == 'mlflow is not installed: pip install "PATH_TO_RAY_APP[tracking]"'

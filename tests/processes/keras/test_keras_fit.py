@@ -192,7 +192,7 @@ def fit_by_keras(model: Any, *arguments: Any, **options: Any) -> Any:
     return model.fit(*arguments, verbose=0, **options)
 
 
-class Local(keras.layers.Layer):
+class Local(keras.layers.Layer):  # type: ignore[name-defined]
     def call(self, x: Any) -> Any:
         return x
 

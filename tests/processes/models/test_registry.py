@@ -59,7 +59,7 @@ class NotExportable(Scaled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = (4,)  # type: ignore[assignment]
+        self.hidden = (4,)
         self.features = ["a"]
         self.inputs, self.num_classes = 3, 2
 

@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn, *shards: str, balanced: bool = False) -> Plan:
         global_batch_size=logical * draw(st.integers(1, 6)),
         shuffle_window_rows=draw(st.integers(1, 40)),
         keep_last=draw(st.booleans()),
-        shard=draw(st.sampled_from(shards)),  # type: ignore[arg-type]
+        shard=draw(st.sampled_from(shards)),
         classes=classes,
     )
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.sections import TrainSection
@@ -81,10 +82,10 @@ def test_checkpointed_and_shared_layers_are_bit_identical_on_any_workers(worker_
 def open_single_group(rank: int, store: Path, device: str, backend: str) -> str:
     """Opens a group of one rank and returns its backend."""
     del store
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = ProcessGroup()
     try:
-        group.open(GenerationInfo(1, rank, 1, "127.0.0.1", server.port), torch.device(device), backend)  # type: ignore[arg-type]
+        group.open(GenerationInfo(1, rank, 1, "127.0.0.1", server.port), torch.device(device), backend)
         return dist.get_backend()
     finally:
         group.close()
@@ -118,7 +119,7 @@ def form_after_a_failure(rank: int, store: Path, port: int) -> float:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the failure is that there is no GPU")
 def test_a_rank_that_failed_to_form_a_group_joins_the_next_one(worker_pool: WorkerPool) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert worker_pool.run(2, form_after_a_failure, server.port) == [3.0, 3.0]
 
 
@@ -155,7 +156,7 @@ def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[b
 
 def test_an_abort_while_a_group_forms_keeps_other_connections_open(worker_pool: WorkerPool) -> None:
     """The other connections of a worker belong to Ray."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert worker_pool.run(1, read_connections_after_an_abort, server.port) == [[b"hello", b"hello"]]
 
 
@@ -167,7 +168,7 @@ def read_connection_beside_a_group(
     All ranks but rank 0 wait for rank 0 in a collective. The last rank opens the group after its peers have connected.
     """
     del store
-    sync_store = dist.TCPStore("127.0.0.1", port)
+    sync_store = TCPStore("127.0.0.1", port)
     group = ProcessGroup()
     server = socket.create_server(("127.0.0.1", 0))
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
@@ -212,7 +213,7 @@ def test_an_abort_frees_waiting_ranks_and_keeps_other_connections_open(
     worker_pool: WorkerPool, size: int, aborts: tuple[int, ...]
 ) -> None:
     """Connections that open while the group forms stay open as well."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     expected = [(b"hello", [] if rank == 0 else ["lost"]) for rank in range(size)]
     assert worker_pool.run(size, read_connection_beside_a_group, server.port, size, aborts) == expected
 

@@ -187,7 +187,7 @@ def state_after_a_step(
 def local_tensors(state: TrainingState) -> dict[str, list[Tensor]]:
     """Returns the parameters, gradients and moments of this worker, each as the local shard."""
     parameters = list(state.model.parameters())
-    tensors = {
+    tensors: dict[str, list[Any]] = {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": [v for values in state.optimizer.state.values() for v in values.values() if v.ndim],

@@ -86,7 +86,7 @@ class MeanSign(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         assert closure is None
         for group in self.param_groups:
             for p in group["params"]:

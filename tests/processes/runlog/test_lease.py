@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -30,7 +31,6 @@ from ray_app.runlog.lease import (
     remove_old_fences,
 )
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage import files as files_module
 from ray_app.storage.files import put_json, read_json
 from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
@@ -288,7 +288,7 @@ def test_a_lease_survives_a_transient_storage_error(tmp_path: Path, monkeypatch:
 
     with acquire_lease(paths, life_s=0.6) as lease:
         with monkeypatch.context() as broken:
-            broken.setattr(files_module.os, "fsync", fail)
+            broken.setattr(os, "fsync", fail)
             assert failed.wait(10)
         before = read_json(paths.fence(1))
         wait_until(lambda: read_json(paths.fence(1)) != before, "the lease was not renewed after the storage error")

@@ -84,7 +84,7 @@ TOOLS: dict[str, tuple[Any, Callable[[Any, Program], str]]] = {
 
 
 def draw(tool: Any, seed: int) -> Program:
-    return tool.adapt(draw_choices(tool.GRAMMAR, seed, tool.RARE))  # type: ignore[no-any-return]
+    return tool.adapt(draw_choices(tool.GRAMMAR, seed, tool.RARE))
 
 
 @pytest.mark.parametrize("seed", range(3))

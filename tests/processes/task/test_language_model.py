@@ -202,7 +202,7 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     rows = {"tokens": Ragged.of([[1, 2, 3], [4, 5]], np.int32)}
     source = {"run": "r", "step": 1, "params_digest": ""}
-    described = write_export(task, model, rows, tmp_path / "export", source)  # type: ignore[arg-type]
+    described = write_export(task, model, rows, tmp_path / "export", source)
     assert {"config.json", "model.safetensors"} <= described["files"].keys()
     batch = to_batch(rows)
     expected = task.forward(model.eval(), batch)["logits"]
@@ -292,7 +292,7 @@ def test_the_gpt_of_the_page_trains_as_in_a_plain_loop(tmp_path: Path, monkeypat
     for name, value in read_trained_run(job).snapshot.model.items():
         assert torch.allclose(value, plain.state_dict()[name], atol=1e-5), name
     batch = to_batch({"tokens": Ragged.of([[5], []], np.int32)})
-    assert job.task.loss(job.task.forward(plain, batch), batch).values.tolist() == [0, 0]  # type: ignore[union-attr]
+    assert job.task.loss(job.task.forward(plain, batch), batch).values.tolist() == [0, 0]
     assert task.describe_leak(plain, to_batch({"tokens": Ragged.of(tokens.numpy(), np.int64)})) is None
 
 

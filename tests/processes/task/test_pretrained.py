@@ -28,7 +28,9 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a small BERT; its weights differ from those that a run draws."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {
+    sizes: dict[str, Any] = {
+        "num_labels": LABELS,
+        "max_position_embeddings": 32,
         "vocab_size": 60,
         "hidden_size": 16,
         "num_hidden_layers": 2,
@@ -37,7 +39,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(12345)
-        model = BertForSequenceClassification(BertConfig(num_labels=LABELS, max_position_embeddings=32, **sizes))
+        model = BertForSequenceClassification(BertConfig(**sizes))
     folder = tmp_path_factory.mktemp("pretrained") / "weights"
     model.save_pretrained(folder)
     return folder

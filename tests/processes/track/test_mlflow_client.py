@@ -128,7 +128,7 @@ def test_a_run_takes_the_mlflow_run_of_the_environment_or_becomes_its_child(
         (run, *others),
         (
             OpenRun.find(store),
-            *(OpenRun(*ids, experiment_id) for ids in ((env_id, None), ("gone", open_id), (None, None))),
+            *(OpenRun(a, b, experiment_id) for a, b in ((env_id, None), ("gone", open_id), (None, None))),
         ),
         strict=True,
     ):

@@ -257,7 +257,7 @@ def test_a_broken_collective_leaves_finite_garbage_and_the_next_raises(worker_po
 
 def open_group(rank: int, port: int) -> ProcessGroup:
     group = SpinningGroup()
-    group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+    group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)
     # No rank may leave while another one still connects.
     dist.barrier()
     return group
@@ -273,7 +273,7 @@ def close_after_a_lost_peer(rank: int, store: Path, port: int, heartbeat: bool) 
     """Returns the error of rank 0 after rank 1 is killed, and whether rank 0 has a group after closing its own."""
     del store
     group = open_group(rank, port)
-    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    device: DeviceGroup = dist.group.WORLD
     values = torch.ones(1000)
     dist.all_reduce(values)
     group.check_device_errors()
@@ -316,7 +316,7 @@ def check_backend_error(rank: int, store: Path, port: int) -> None:
     group = open_group(rank, port)
     try:
         group.check_device_errors()
-        dist.group.WORLD.error = ErrorType.COMM_ERROR  # type: ignore[union-attr]
+        dist.group.WORLD.error = ErrorType.COMM_ERROR
         with pytest.raises(PeerLostError, match="failed on the device: COMM_ERROR"):
             group.check_device_errors()
     finally:
@@ -333,7 +333,7 @@ def abort_during_error_query(rank: int, store: Path, port: int) -> list[str]:
     group = open_group(rank, port)
     events = list[str]()
     abort_started = threading.Event()
-    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    device: DeviceGroup = dist.group.WORLD
 
     def abort() -> None:
         abort_started.set()
@@ -347,7 +347,7 @@ def abort_during_error_query(rank: int, store: Path, port: int) -> list[str]:
         events.append("asked")
         return ErrorType.SUCCESS
 
-    device.abort, device.get_error = abort, get_error  # type: ignore[method-assign]
+    device.abort, device.get_error = abort, get_error
     try:
         for _ in range(2):
             with pytest.raises(PeerLostError, match="was aborted while the device ran its collectives"):
@@ -369,7 +369,7 @@ def abort_while_forming(rank: int, store: Path, port: int) -> tuple[str, bool]:
     group, error_text = SpinningGroup(), ""
     DeviceGroup.on_created = group.abort
     try:
-        group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)  # type: ignore[arg-type]
+        group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND)
     except PeerLostError as error:
         error_text = str(error)
     finally:
@@ -398,7 +398,7 @@ def abort_while_a_peer_is_missing(rank: int, store: Path, port: int) -> str:
         threading.Thread(target=lambda: connects.wait() and group.abort()).start()
         try:
             with collective():
-                group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND_2)  # type: ignore[arg-type]
+                group.open(GenerationInfo(1, rank, 2, "127.0.0.1", port), CPU, BACKEND_2)
         except PeerLostError as error:
             error_text = str(error)
         assert any(thread.name == "connect" for thread in threading.enumerate()), "the abort did not end the wait"
@@ -439,7 +439,7 @@ def abort_groups_that_wait_for_each_other(rank: int, store: Path, port: int) -> 
     with pytest.MonkeyPatch.context() as patch:
         # An abort that holds the lock meanwhile would wait for so long.
         patch.setattr(process_group, "_LAUNCH_S", 600.0)
-        group.open(info, CPU, BACKEND_2)  # type: ignore[arg-type]
+        group.open(info, CPU, BACKEND_2)
         dist.barrier()
         groups: list[DeviceGroup] = group._all_groups()
         for device, other in zip(groups, [*groups[1:], groups[0]], strict=True):
@@ -458,9 +458,9 @@ def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
     """Returns the order of events when an abort is requested in the middle of a launch."""
     del store
     group, events = open_group(rank, port), list[str]()
-    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    device: DeviceGroup = dist.group.WORLD
     world = World(rank, 2, 2, has_device_collectives=True)
-    abort, device.abort = device.abort, lambda: (events.append("abort"), abort())[1]  # type: ignore[method-assign]
+    abort, device.abort = device.abort, lambda: (events.append("abort"), abort())[1]
     try:
         with launch_guard(world)():
             group.abort()
@@ -481,7 +481,7 @@ def abort_during_a_blocked_launch(rank: int, store: Path, port: int) -> list[str
     """Returns the event that ends a launch which waits for a lost peer."""
     del store
     group, events = open_group(rank, port), list[str]()
-    device: DeviceGroup = dist.group.WORLD  # type: ignore[assignment]
+    device: DeviceGroup = dist.group.WORLD
     world, process_group._LAUNCH_S = World(rank, 2, 2, has_device_collectives=True), 0.1
     try:
         with launch_guard(world)():
@@ -504,7 +504,7 @@ def test_a_group_aborted_before_it_forms_does_not_form(store: TCPStore) -> None:
     group.abort()
     try:
         with pytest.raises(PeerLostError, match="before it formed"):
-            group.open(GenerationInfo(1, 0, 2, "127.0.0.1", store.port), CPU, BACKEND_2)  # type: ignore[arg-type]
+            group.open(GenerationInfo(1, 0, 2, "127.0.0.1", store.port), CPU, BACKEND_2)
     finally:
         group.close(broken=True)
 

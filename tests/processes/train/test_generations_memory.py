@@ -96,7 +96,7 @@ def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[i
         alive_counts.append(sum(reference() is not None for reference in shards))
         return build_model()
 
-    state._build_model = count_and_build  # type: ignore[method-assign]
+    state._build_model = count_and_build
     for breaks_now in (breaks, False):
         try:
             with state.sync.bind(World(0, 1, 2)) as world:

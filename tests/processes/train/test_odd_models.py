@@ -195,7 +195,7 @@ class Uncopyable(TinyImages):
 
     def build_model(self) -> nn.Module:
         model = make_layers()
-        model.lock = threading.Lock()  # type: ignore[assignment]
+        model.lock = threading.Lock()
         return model
 
 

@@ -85,7 +85,7 @@ def test_garbage_in_the_store_ends_the_generation(garbage: bytes) -> None:
             return [garbage, b"[]"]
 
     with pytest.raises(ForgedMessageError):
-        ProcessGroup()._find_group_sockets(Store(), GenerationInfo(1, 0, 2, LOCALHOST, 1))  # type: ignore[arg-type]
+        ProcessGroup()._find_group_sockets(Store(), GenerationInfo(1, 0, 2, LOCALHOST, 1))
 
 
 @dataclass(frozen=True)

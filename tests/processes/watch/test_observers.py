@@ -154,7 +154,7 @@ def test_an_invalid_observer_is_refused_at_start(
 def test_rank_0_traces_the_requested_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = make_job(tmp_path / "run", data, train__profile_steps=[3, 4])
     worker_pool.train_to_end(job, 2, cache_windows)
-    [trace] = job.paths.profile.glob("*")  # type: ignore[union-attr]
+    [trace] = job.paths.profile.glob("*")
     assert trace.name == "steps-00000003-00000004.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
     assert any("aten::" in str(name) for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import re
 import shutil
@@ -473,7 +474,7 @@ def test_a_failed_atomic_write_leaves_the_old_file(tmp_path: Path, monkeypatch: 
     def fail(*_: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(files_module.os, call, fail)
+    monkeypatch.setattr(os, call, fail)
     with pytest.raises(OSError, match="disk full"):
         put_atomic(path, b"new and longer")
     assert path.read_bytes() == b"old"
@@ -687,7 +688,7 @@ def test_metrics_that_could_not_be_written_are_written_later(paths: RunPaths, mo
 
     writer, reader = MetricsWriter(paths, fence=1, flush_s=60), RecordReader(paths)
     with monkeypatch.context() as broken:
-        broken.setattr(files_module.os, "fsync", fail)
+        broken.setattr(os, "fsync", fail)
         writer.add(record_of(1))
         with pytest.raises(OSError, match="disk full"):
             writer.flush()

@@ -116,8 +116,8 @@ class Checkpoints(RuleBasedStateMachine):
             assert callable(write_content)
             write_content(file)
 
-        before = run_afterwards(store_module.check_lease, action_at("before the commit"))
-        after = run_afterwards(store_module.put_json, action_at("after the commit"))
+        before = run_afterwards(check_lease, action_at("before the commit"))
+        after = run_afterwards(put_json, action_at("after the commit"))
         with patch.object(store_module, "check_lease", before), patch.object(store_module, "put_json", after):
             try:
                 self.store.write({**files, TRAINING: write_with_action}, commit)

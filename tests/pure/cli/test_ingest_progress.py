@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,7 +80,7 @@ def test_without_a_total_the_finished_tasks_give_the_time_left(
 ) -> None:
     """Tasks of other processes count by their results."""
     now = [100.0]
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     stage = command._Stage(len, range(4))
     base.ROWS_READ.add(rows)
     for result in finished:
@@ -90,7 +91,7 @@ def test_without_a_total_the_finished_tasks_give_the_time_left(
 
 def test_rows_of_an_earlier_ingest_count_and_took_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     split = SimpleNamespace(input_split=SimpleNamespace(rows=500))
     monkeypatch.setattr(command, "InputSplitTask", SimpleNamespace)
     stage = command._Stage(write_input_split, [split, split])

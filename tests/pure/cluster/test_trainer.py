@@ -143,7 +143,7 @@ def test_a_trainer_of_ray_without_the_overridden_method_is_not_used(monkeypatch:
         if "_initialize_and_run_controller" in vars(base):
             monkeypatch.delattr(base, "_initialize_and_run_controller")
     with pytest.raises(AttributeError, match="no method _initialize_and_run_controller"):
-        ElasticTrainer(lambda config: None, budget=None, worker_args=None, prepare=None, abandoned=None)  # type: ignore[arg-type]
+        ElasticTrainer(lambda config: None, budget=None, worker_args=None, prepare=None, abandoned=None)
 
 
 def death(actor: int) -> Exception:
@@ -154,7 +154,7 @@ def death(actor: int) -> Exception:
 def test_a_death_that_several_polls_tell_is_charged_once() -> None:
     """While the other workers of a preempted one finish, Ray Train tells its death at every poll."""
     budget, rendezvous = Budget(), SimpleNamespace(status=lambda: SimpleNamespace(step=7))
-    callback = RestartCallback(budget, rendezvous)  # type: ignore[arg-type]
+    callback = RestartCallback(budget, rendezvous)
     for errors in (
         {0: death(1)},
         {0: death(1)},

@@ -351,7 +351,7 @@ def test_an_unknown_field_of_replace_is_an_error(fields: dict[str, Any]) -> None
 
 def test_a_configuration_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        VALID.train.epochs = 3  # type: ignore[misc]
+        VALID.train.epochs = 3
 
 
 def test_from_dict_does_not_change_its_input() -> None:

@@ -262,7 +262,7 @@ def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_p
         for _ in range(job.total_steps):
             state.optimizer.step()
             assert state.schedule is not None
-            state.schedule.step()
+            state.schedule.step()  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

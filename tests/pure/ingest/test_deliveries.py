@@ -26,6 +26,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import additions, ingest
 from ray_app.ingest.ingest import run_in_threads
 from ray_app.ingest.options import IngestOptions
+from ray_app.storage.files import put_json
 
 
 def make_frame(names: tuple[str, str], rows: int = 100, seed: int = 0) -> pd.DataFrame:
@@ -285,8 +286,7 @@ def test_an_interrupted_addition_is_continued_finished_or_undone(
     with monkeypatch.context() as patch:
         # `put_json` of this module writes the marks: here the second one, when shards are there.
         calls = iter(range(10))
-        put = additions.put_json
-        late = lambda path, value: die() if next(calls) == 3 else put(path, value)  # noqa: E731
+        late = lambda path, value: die() if next(calls) == 3 else put_json(path, value)  # noqa: E731
         patch.setattr(ingest if at == "write_input_split" else additions, at, late if at == "put_json" else die)
         with pytest.raises(KilledError):
             ingest_table(str(out), make_frame(("good", "bad"), seed=1), **OPTIONS)

@@ -124,7 +124,7 @@ class ListSink:
 
 def pack_texts(texts: list[list[int]], cuts: list[int], length: int) -> list[tuple[str, list[int]]]:
     sink = ListSink()
-    blocks = Packed(sink, length)  # type: ignore[arg-type]
+    blocks = Packed(sink, length)
     bounds = sorted({0, len(texts), *(cut % (len(texts) + 1) for cut in cuts)})
     for low, high in pairwise(bounds):
         ids = [f"t{number}" for number in range(low, high)]

@@ -100,11 +100,11 @@ def test_a_model_is_written_to_a_bucket(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-class Printer(callbacks.Callback):
+class Printer(callbacks.Callback):  # type: ignore[name-defined]
     """A callback of a user."""
 
 
-class Patient(callbacks.EarlyStopping):
+class Patient(callbacks.EarlyStopping):  # type: ignore[name-defined]
     """A callback of Keras with other behaviour."""
 
 

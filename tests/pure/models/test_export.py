@@ -62,6 +62,6 @@ def test_the_retrain_gate_scores_an_exported_model_on_a_device(
         loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(),
         loader.DESCRIPTION: json.dumps(description).encode(),
     }
-    package = _Package("champion", files, None)  # type: ignore[arg-type]
+    package = _Package("champion", files, None)
     assert package.inputs == ["x"]
     assert package.load(DEVICE)({"x": torch.zeros(2, 4, device=DEVICE)}).device == DEVICE

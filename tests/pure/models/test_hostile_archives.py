@@ -190,7 +190,7 @@ def test_a_hostile_archive_runs_nothing(members: Members, tmp_path: Path, execut
         except ValueError as error:
             assert "is refused: " in str(error)  # noqa: PT017 - an archive may also be loaded as it was checked
     with pytest.raises(ConfigError, match="is refused, and nothing of it was executed"):
-        Model(None, data, ["x"], "0" * 64).load(torch.device("cpu"))  # type: ignore[arg-type]
+        Model(None, data, ["x"], "0" * 64).load(torch.device("cpu"))
     assert not executed_marker.exists()
     if kind in RUNS_IN_TORCH:
         with suppress(Exception):
@@ -213,11 +213,11 @@ def test_members_are_written_anew(members: Members, monkeypatch: pytest.MonkeyPa
 def test_the_digest_is_compared_before_the_program_is_loaded(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model with other parameters is refused before torch or the code of the task gets it."""
     state = loader.load_exported(io.BytesIO(pack(members))).state_dict
-    model = Model(None, pack(members), ["x"], params_digest(state))  # type: ignore[arg-type]
+    model = Model(None, pack(members), ["x"], params_digest(state))
     assert model.load(torch.device("cpu"))({"x": torch.ones(1, 3)})["scores"].shape == (1, 2)
     loaded: list[object] = []
     monkeypatch.setattr(loader, "load_checked", loaded.append)
-    wrong = Model(None, pack(members), ["x"], "0" * 64)  # type: ignore[arg-type]
+    wrong = Model(None, pack(members), ["x"], "0" * 64)
     with pytest.raises(ConfigError, match="nothing of it was executed: its parameters have the digest"):
         wrong.load(torch.device("cpu"))
     assert loaded == []

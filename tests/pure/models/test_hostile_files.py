@@ -158,7 +158,7 @@ def assert_refused(folder: Path, executed_marker: Path) -> None:
     for load in (loader.load, lambda path: loader._load_pyfunc(str(path))):
         with pytest.raises(ValueError, match="is refused"):
             load(folder)
-    model = Model(None, (folder / loader.EXPORTED).read_bytes(), ["features"], "0" * 64)  # type: ignore[arg-type]
+    model = Model(None, (folder / loader.EXPORTED).read_bytes(), ["features"], "0" * 64)
     with pytest.raises(ConfigError, match="is refused"):
         model.load(torch.device("cpu"))
     assert not executed_marker.exists()

@@ -108,7 +108,7 @@ def test_arguments_of_libraries_are_those_of_the_configuration() -> None:
 def test_arguments_that_are_imported_are_listed_as_functions() -> None:
     """`load_class(self.x)` imports a text, which `Task.restore` knows to be code by `functions` alone."""
     for kind in TASKS:
-        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(kind)))):  # type: ignore[arg-type]
+        for node in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(kind)))):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "load_class":
                 argument = ast.unparse(node.args[0])
                 assert (

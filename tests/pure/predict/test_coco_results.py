@@ -44,32 +44,32 @@ def objects(labels: list[list[int]]) -> dict[str, Ragged]:
 
 
 @pytest.fixture
-def annotations(tmp_path: Path) -> str:
+def annotation_file(tmp_path: Path) -> str:
     path = tmp_path / "instances.json"
     path.write_text(json.dumps(ANNOTATIONS))
     return str(path)
 
 
-def test_results_have_the_ids_of_coco(tmp_path: Path, annotations: str) -> None:
-    file = write_coco_results(predicted(tmp_path, **objects([[1, 2], []])), annotations)
+def test_results_have_the_ids_of_coco(tmp_path: Path, annotation_file: str) -> None:
+    file = write_coco_results(predicted(tmp_path, **objects([[1, 2], []])), annotation_file)
     results = json.loads(Path(str(file)).read_text())
     assert results == [
         {"image_id": 9, "category_id": 3, "bbox": [1.5, 2.0, 3.5, 7.25], "score": 0.5},
         {"image_id": 9, "category_id": 90, "bbox": [1.5, 2.0, 3.5, 7.25], "score": 0.25},
     ]
-    loaded = COCO(annotations).loadRes(str(file))
+    loaded = COCO(annotation_file).loadRes(str(file))
     assert [one["category_id"] for one in loaded.loadAnns(loaded.getAnnIds(imgIds=[9]))] == [3, 90]
 
 
-def test_no_detected_object_is_an_empty_list(tmp_path: Path, annotations: str) -> None:
-    file = write_coco_results(predicted(tmp_path, **objects([[], []])), annotations)
+def test_no_detected_object_is_an_empty_list(tmp_path: Path, annotation_file: str) -> None:
+    file = write_coco_results(predicted(tmp_path, **objects([[], []])), annotation_file)
     assert json.loads(Path(str(file)).read_text()) == []
 
 
-def test_predictions_that_are_no_objects_of_these_categories_are_refused(tmp_path: Path, annotations: str) -> None:
+def test_predictions_that_are_no_objects_of_these_categories_are_refused(tmp_path: Path, annotation_file: str) -> None:
     with pytest.raises(ConfigError, match="predicts the label 3"):
-        write_coco_results(predicted(tmp_path, **objects([[3], []])), annotations)
+        write_coco_results(predicted(tmp_path, **objects([[3], []])), annotation_file)
     with pytest.raises(ConfigError, match="does not detect objects"):
-        write_coco_results(predicted(tmp_path, scores=Ragged.of([[1], [2]], np.float32)), annotations)
+        write_coco_results(predicted(tmp_path, scores=Ragged.of([[1], [2]], np.float32)), annotation_file)
     with pytest.raises(ConfigError, match="is no file with categories"):
         read_categories(str(tmp_path / "absent.json"))

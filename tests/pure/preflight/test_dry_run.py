@@ -17,9 +17,10 @@ from torchmetrics import Metric, MetricCollection
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.preflight.checks import CHECKS
-from ray_app.preflight.context import PreflightContext
-from ray_app.preflight.inputs import InitialParameters
-from ray_app.task.base import Batch
+from ray_app.preflight.context import PreflightContext, ReadingRates
+from ray_app.preflight.inputs import InitialParameters, read_training_row
+from ray_app.task.base import Batch, Rows
+from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
 
@@ -67,7 +68,7 @@ def dry_run_task(tmp_path: Path, task_or_method: str | TinyImages, **fields: Any
     dry_run(job)
 
 
-def dry_run(job: Job) -> None:
+def dry_run(job: Job) -> PreflightContext:
     """Runs the checks of a dry run, from the model to the schedule, on a row of zeros."""
     context = PreflightContext(job.config)
     context.job = job
@@ -75,11 +76,13 @@ def dry_run(job: Job) -> None:
     context.plan = job.plan
     context.fields, context.dataset = job.fields, open_dataset(job.config.data.path)
     context.rows = {name: np.zeros((1, *spec.shape), np.dtype(spec.dtype)) for name, spec in job.fields.items()}
+    context.undecoded_row, _ = read_training_row(job.config, context.dataset, job.task)
     context.initial = InitialParameters(job.config)
     names = [check.name for check in CHECKS]
     with closing(context):
         for check in CHECKS[names.index("model") : names.index("schedule") + 1]:
             check.execute(context)
+    return context
 
 
 @pytest.mark.parametrize("where", ["augment", "training_loss", "metrics", "update", "predictions"])
@@ -275,7 +278,7 @@ class UnsupportedTensorTask(TinyImages):
         if self.how == "expanded":
             model.register_buffer("mask", torch.ones(1).expand(12))
         else:
-            model[1].add_module("words", nn.Embedding(9, 4, sparse=True))  # type: ignore[operator]
+            model[1].add_module("words", nn.Embedding(9, 4, sparse=True))
         return model
 
 
@@ -535,3 +538,30 @@ class WithNanTable(TinyImages):
 
 def test_an_unchanged_buffer_with_nan_is_accepted(tmp_path: Path) -> None:
     dry_run_task(tmp_path, WithNanTable())
+
+
+def test_a_shortage_of_cpus_for_reading_is_warned_of() -> None:
+    rates = ReadingRates(decode_s=0.0025, train_rows=3_000)
+    assert rates.find_shortage(workers=1, cpus=8) == []
+    [warning] = rates.find_shortage(workers=2, cpus=8)
+    assert "about 6,000 rows per second" in warning
+    assert "decode about 3,200 (2.5 ms per row)" in warning
+    assert "about 15 for reading" in warning
+
+
+class SlowImages(TinyImages):
+    """Decodes a row in about a million additions."""
+
+    def decode(self, rows: Rows) -> Arrays:
+        sum(range(1_000_000))
+        return super().decode(rows)
+
+
+def test_decoding_is_measured_for_gpus(tmp_path: Path) -> None:
+    data, task = write_images(tmp_path / "data", [[8]]), SlowImages()
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=task, scaling__gpus_per_worker=1)
+    rates = dry_run(job).reading_rates
+    assert rates is not None
+    assert 0.001 < rates.decode_s < 1
+    # A step of at most 4 rows takes at least 10 ms.
+    assert 0 < rates.train_rows <= 4 / 0.01

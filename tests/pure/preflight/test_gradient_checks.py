@@ -211,4 +211,4 @@ def test_a_configured_length_of_a_schedule_is_not_replaced(init_args: dict[str, 
         with pytest.raises(ConfigError, match=r"OneCycleLR cannot be made .*You must define either total_steps OR"):
             make_schedule(spec, optimizer, 20)
         return
-    assert make_schedule(spec, optimizer, 20).total_steps == steps
+    assert vars(make_schedule(spec, optimizer, 20))["total_steps"] == steps

@@ -144,7 +144,7 @@ class Turns(CausalLanguageModel):
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor:
         assert turn in ("first", "second")
-        return self.loss(self.forward(model, batch), batch)  # type: ignore[return-value]
+        return self.loss(self.forward(model, batch), batch)
 
 
 @pytest.mark.rest
@@ -159,6 +159,6 @@ def test_the_longest_row_is_tried_where_optimizers_take_turns(tmp_path: Path) ->
         "second": {**spec, "parameters": ["transformer.[wl]*"]},
     }
     start(tmp_path, task, path, optimizers=turns)
-    config["init_args"]["n_positions"] = LONG - 1  # type: ignore[index]
+    config["init_args"]["n_positions"] = LONG - 1
     assert f"the longest row of data.path {path} ({LONG} numbers)" in refusal_of(tmp_path, task, path, optimizers=turns)
     assert torch.is_grad_enabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,7 @@ def test_the_search_for_the_longest_row_stops_after_a_second(plain: str, monkeyp
         opened.append(len(opened))
         return DataFile(*arguments)
 
-    monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
     monkeypatch.setattr(probes, "DataFile", open_counted)
     assert find_longest_row(open_dataset(plain), ["tokens"], 100) is not None
     assert len(opened) == 5, "the limit of one second has passed after the fifth row group"
@@ -217,7 +218,7 @@ def test_the_search_for_the_longest_row_reads_large_rows_in_small_batches(
     assert [record.message for record in caplog.records] == [
         f"A row of {long} numbers is not tried before the start, nor are others of more than 65536."
     ]
-    monkeypatch.setattr(probes.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
     batch_rows.clear()
     assert find_longest_row(dataset, ["wave"], 1 << 17) is not None
     assert len(batch_rows) == 6

@@ -235,7 +235,7 @@ def test_an_integer_target_of_squared_error_makes_no_classes(tmp_path: Path) -> 
     }
     arguments |= {"inputs": ["x"], "loss": {"class_path": "torch.nn.MSELoss"}}
     data = write(tmp_path / "a", {"x": [[0.5] * 4] * 16, "label": [10**9] * 16})
-    assert ModuleTask(**arguments).prepare(open_dataset(str(data)).facts).classes == []  # type: ignore[attr-defined]
+    assert ModuleTask(**arguments).prepare(open_dataset(str(data)).facts).classes == []
 
 
 def test_many_classes_have_no_confusion_matrix() -> None:
@@ -323,7 +323,7 @@ def test_mask_values_map_values_to_classes(tmp_path: Path) -> None:
     prepared = prepare_segmentation(write_masks(tmp_path / "a", [0, 255]), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
     masks = np.array([np.zeros((4, 4)), np.full((4, 4), 255)], np.uint8)
     decoded = prepared.job.task.decode({"image": np.zeros((2, 4, 4, 3), np.uint8), "mask": masks})
-    assert np.array_equal(decoded["mask"], masks == 255)  # type: ignore[arg-type]
+    assert np.array_equal(decoded["mask"], masks == 255)
     assert json.loads(json.dumps(vars(prepared.job.task))) == vars(prepared.job.task)
     with pytest.raises(
         DataError,

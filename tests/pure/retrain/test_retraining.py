@@ -359,7 +359,7 @@ def test_a_real_improvement_on_few_rows_passes_the_gate_and_noise_does_not() -> 
     assert promoted
     assert better.champion == pytest.approx(1 - 36 / 359)
     assert better.gain == pytest.approx(29 / 359)
-    assert 0.04 < better.low < better.gain < better.high < 0.12  # type: ignore[operator]
+    assert 0.04 < better.low < better.gain < better.high < 0.12
     assert compare(wrong_for(LABELS, 0.10, 1), wrong_for(LABELS, 0.02, 2))[0] == better
     promoted_by_chance = [compare(wrong_for(LABELS, 0.10, i), wrong_for(LABELS, 0.09, 100 + i))[1] for i in range(6)]
     assert sum(promoted_by_chance) <= 1
@@ -375,7 +375,7 @@ def test_a_challenger_that_never_predicts_a_class_is_refused_with_its_recalls(mo
     # It predicts no dog and is otherwise correct.
     challenger = np.where(LABELS == 1, 0, LABELS)
     figures, promoted = compare(champion, challenger)
-    assert figures.low > 0  # type: ignore[operator]
+    assert figures.low > 0
     assert not promoted
     assert figures.recalls["dog"] == ClassRecall(
         120, pytest.approx((champion[LABELS == 1] == 1).mean()), 0.0, figures.recalls["dog"].least_drop
@@ -656,9 +656,9 @@ def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     files = read_package_files(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     device = torch.device("cpu")
-    package = _Package("champion", files, task)
-    assert package.inputs == ["features"]
-    run = partial(_predict, package.load(device))
+    champion = _Package("champion", files, task)
+    assert champion.inputs == ["features"]
+    run = partial(_predict, champion.load(device))
     packaged = combine(task, score(task, nn.Module(), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}

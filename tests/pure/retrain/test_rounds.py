@@ -20,6 +20,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data import parquet_files
 from ray_app.errors import LeaseLostError, RunHeldError
 from ray_app.models.registry import champion_of, promote
+from ray_app.preflight.changes import iter_import_paths
 from ray_app.retrain import profile, rounds
 from ray_app.retrain.gate import GateFigures
 from ray_app.retrain.options import RetrainSection
@@ -41,7 +42,7 @@ def _hash_code_once() -> Iterator[None]:
     digests, digest_code = dict[tuple[str, ...], str](), rounds._digest_code
 
     def digest_once(config: Config) -> str:
-        names = tuple(sorted(rounds.iter_import_paths(config)))
+        names = tuple(sorted(iter_import_paths(config)))
         if names not in digests:
             digests[names] = digest_code(config)
         return digests[names]

@@ -62,7 +62,7 @@ def test_json_has_null_for_non_finite_values(tmp_path: Path, value: object) -> N
 def test_an_evaluation_with_nan_is_stored_as_json_and_read_back(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     put_evaluations(paths, [NAN])
-    parse_strict_json(paths.evaluation(10).read_text())  # type: ignore[union-attr]
+    parse_strict_json(paths.evaluation(10).read_text())
     [evaluation], [scores] = read_evaluations(paths), read_scores(paths)
     assert math.isnan(evaluation.metrics["auroc"])
     assert math.isnan(scores.metrics["auroc"])

@@ -34,6 +34,7 @@ from ray_app.runlog.journal import (
     read_records,
 )
 from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import put_atomic
 from ray_app.task.losses import STEP_METRICS
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import wait_until
@@ -105,7 +106,7 @@ def test_joining_stopped_at_any_write_loses_and_duplicates_no_record(
                 (paths.metrics / name).write_bytes(data)
             remaining_effects = [effect]
             with monkeypatch.context() as patch:
-                patch.setattr(segments, "put_atomic", stop_at_effect(segments.put_atomic, remaining_effects, after))
+                patch.setattr(segments, "put_atomic", stop_at_effect(put_atomic, remaining_effects, after))
                 patch.setattr(Path, "unlink", stop_at_effect(Path.unlink, remaining_effects, after))
                 try:
                     join_segments(paths, 0, 5000)
@@ -175,7 +176,7 @@ def test_many_segments_are_joined_in_several_calls(paths: RunPaths, monkeypatch:
 def test_a_damaged_segment_is_named_and_no_segment_is_joined(paths: RunPaths) -> None:
     write_segments_with_repeats(paths)
     [*_, last] = list_segments(paths)
-    (paths.metrics / last).write_bytes(b"{")  # type: ignore[union-attr]
+    (paths.metrics / last).write_bytes(b"{")
     before = list_segments(paths)
     for read in (lambda: join_segments(paths, 0, 10**9), lambda: read_records(paths), lambda: read_steps(paths)):
         with pytest.raises(ConfigError, match=f"{last} is damaged"):
@@ -268,7 +269,7 @@ def evaluate(paths: RunPaths, step: int, value: float) -> None:
 def test_an_unreadable_evaluation_does_not_block_early_stopping(paths: RunPaths) -> None:
     for step, value in ((10, 0.5), (20, 0.4), (30, 0.3), (40, 0.3)):
         evaluate(paths, step, value)
-    paths.evaluation(20).write_text("{")  # type: ignore[union-attr]
+    paths.evaluation(20).write_text("{")
     verdict = early_stop(
         paths, EvaluateSection(patience=2), "accuracy", "max", lambda last: list(range(10, last + 1, 10))
     )

@@ -409,7 +409,7 @@ def test_ctrl_c_ends_the_log_tail_while_output_arrives() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _Tail(output.append).read(Client(), "job")  # type: ignore[arg-type]
+            _Tail(output.append).read(Client(), "job")
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(output) <= 1

@@ -48,7 +48,7 @@ def score_random_rows() -> dict[str, Any]:
     arrays["image"][np.arange(ROWS // 2), arrays["label"][: ROWS // 2]] += 9
     task = ScoresInData()
     task.num_classes, task.classes = CLASSES, [str(c) for c in range(CLASSES)]
-    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    task.picture = lambda batch, row: b""
     evaluation = combine(task, score(task, nn.Identity(), arrays, 32, CPU))
     return {**evaluation.values, **evaluation.tables}
 
@@ -67,7 +67,7 @@ def test_the_parts_of_several_evaluators_cover_all_rows_once() -> None:
     arrays = {"image": random.standard_normal((ROWS, 3)).astype(np.float32), "label": random.integers(0, 3, ROWS)}
     task = ScoresInData()
     task.num_classes, task.classes = 3, ["a", "b", "c"]
-    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    task.picture = lambda batch, row: b""
     whole = list(score(task, nn.Identity(), arrays, 8, CPU, chunk_rows=10))
     assert [(chunk.low, chunk.rows) for chunk in whole] == [(low, min(10, ROWS - low)) for low in range(0, ROWS, 10)]
     parts = [chunk for part in range(3) for chunk in score(task, nn.Identity(), arrays, 8, CPU, part, 3, chunk_rows=10)]
@@ -95,7 +95,7 @@ def test_the_mistakes_of_highest_confidence_in_all_chunks_are_kept_in_order() ->
     task = ScoresInData()
     task.num_classes, task.classes = 2, ["right", "wrong"]
     pictures: list[int] = []
-    task.picture = lambda batch, row: pictures.append(row) or b"picture"  # type: ignore[method-assign, func-returns-value]
+    task.picture = lambda batch, row: pictures.append(row) or b"picture"
     arrays = {"image": scores, "label": np.zeros(rows, np.int64)}
     mistakes = combine(task, score(task, nn.Identity(), arrays, 4, CPU, chunk_rows=4)).mistakes
     assert [m.row for m in mistakes] == np.argsort(-scores[:, 1])[:MAX_MISTAKES].tolist()
@@ -124,6 +124,6 @@ def test_a_chunk_of_rows_of_different_length_is_one_forward_pass() -> None:
     words = Ragged.of([np.ones(1 + row % 7) for row in range(rows)], np.float32)
     task = Words()
     task.num_classes, task.classes = 3, ["a", "b", "c"]
-    task.picture = lambda batch, row: b""  # type: ignore[method-assign]
+    task.picture = lambda batch, row: b""
     chunks = list(score(task, nn.Identity(), {"image": words, "label": np.zeros(rows, np.int64)}, 3, CPU))
     assert {chunk.rows for chunk in chunks[:-1]} == {3}

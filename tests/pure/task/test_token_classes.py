@@ -109,7 +109,7 @@ def test_a_part_has_one_prediction_per_token_for_every_batch_size() -> None:
     columns = {name: to_column(name, values)[1] for name, values in WITHOUT_TAGS.items()}
     parts = []
     for size in (1, 2, 5):
-        actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))  # type: ignore[assignment]
+        actor._job = SimpleNamespace(fields=fields, batch_size=size, model=SimpleNamespace(task=task))
         parts.append(encode_part(pa.table({"position": range(5)}), actor._outputs(pa.table(columns), 0), "x"))
     assert parts[0] == parts[1] == parts[2]
     predicted = pq.read_table(pa.BufferReader(parts[0]))["predicted_index"].to_pylist()

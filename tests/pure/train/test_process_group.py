@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ray_app.devices import kind_of
 from ray_app.reduction.base import TreeSum, add_lists, tree_parents
@@ -37,7 +38,7 @@ class RecordedInit:
 
 def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordedInit(monkeypatch)
-    init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(GPU, "auto"), GPU, HashStore(), 0, 1)
     assert (recorded.options["name"], recorded.options["device_id"]) == ("cpu:gloo,cuda:nccl", GPU)
     assert recorded.environment == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -54,7 +55,7 @@ def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: py
 def test_nccl_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RecordedInit(monkeypatch)
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    init_default_group(backend_name(GPU, "auto"), GPU, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(GPU, "auto"), GPU, HashStore(), 0, 1)
     assert recorded.environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
@@ -63,7 +64,7 @@ def test_gloo_is_bound_to_no_device_and_sets_no_nccl_variables(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str
 ) -> None:
     recorded = RecordedInit(monkeypatch)
-    init_default_group(backend_name(device, backend), device, dist.HashStore(), 0, 1)
+    init_default_group(backend_name(device, backend), device, HashStore(), 0, 1)
     assert (recorded.options["name"], recorded.options["device_id"], recorded.environment) == ("gloo", None, {})
     assert recorded.options["pg_options"] is None
 

@@ -33,7 +33,9 @@ class SimulatedSteps:
             times = [(*self._times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
             blocks = [self.world.assigned_to(rank) for rank in range(self.world.size)]
             breakdowns = [
-                TimeBreakdown(*times[rank], self.step_s[-1]) for rank, block in enumerate(blocks) for _ in block
+                TimeBreakdown(*times[rank], self.step_s[-1])  # type: ignore[call-arg]
+                for rank, block in enumerate(blocks)
+                for _ in block
             ]
             self.done += 1
             self.reports += [(self.done, slow) for slow in self.detector.add(breakdowns) or []]

@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.data.arrays import ArraySpec
+from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.ray_tasks import ActorPool, fetch_ray, map_in_actors, start_memory_cache
-from ray_app.data.reader import POSITION, Decode, Reader, RowSource, describe_spec, plan_all_reads
+from ray_app.data.reader import POSITION, Reader, RowSource, describe_spec, plan_all_reads
 from ray_app.errors import ProcessDiedError
 from ray_app.ingest.ingest import run_on_cluster
 

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.data.arrays import ArraySpec
+from ray_app.data.bad_rows import Decode
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.ray_tasks import fetch_ray
-from ray_app.data.reader import POSITION, Decode, Reader, plan_all_reads
+from ray_app.data.reader import POSITION, Reader, plan_all_reads
 from ray_app.errors import BadRowError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

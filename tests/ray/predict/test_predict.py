@@ -60,7 +60,7 @@ def state_of(out: Path) -> dict[str, tuple[bytes, int]]:
 
 def images_of(path: Path) -> tuple[list[str], np.ndarray]:
     table = pq.read_table(path / "part-00000.parquet")
-    pixels = from_column(table.column("image"), spec_of_field(table.schema.field("image")))  # type: ignore[arg-type]
+    pixels = from_column(table.column("image"), spec_of_field(table.schema.field("image")))
     return table.column("row_id").to_pylist(), np.ascontiguousarray(
         pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
     )

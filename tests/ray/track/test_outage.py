@@ -127,7 +127,7 @@ class Outages:
         wait_until(lambda: stub.num_requests > 0)
         self.requests.append(stub.num_requests)
         stub.close()
-        self.stub = None if answer is False else BrokenServer(self.server.port, answer)  # type: ignore[arg-type]
+        self.stub = None if answer is False else BrokenServer(self.server.port, answer)
 
 
 @pytest.mark.rest

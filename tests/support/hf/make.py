@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image as Picture
 
 import datasets
-from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, Image, List, Value
+from datasets import Array2D, ClassLabel, Dataset, DatasetDict, Features, Image, List, Value  # type: ignore[attr-defined]
 
 FEATURES = Features(
     {
@@ -36,6 +36,6 @@ dataset.save_to_disk("saved", num_shards={"train": 2, "test": 1})
 os.mkdir("parquet")
 for split, data in dataset.items():
     data.to_parquet(f"parquet/{split}-00000-of-00001.parquet")
-datasets.load_dataset(
+datasets.load_dataset(  # type: ignore[attr-defined]
     "parquet", data_files={s: f"parquet/{s}-00000-of-00001.parquet" for s in dataset}, cache_dir="loaded"
 )

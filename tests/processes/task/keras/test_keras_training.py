@@ -67,7 +67,7 @@ def job_of(folder: Path, data: Path, function: str, **fields: Any) -> Job:
     return make_job(config, folder)
 
 
-class Steps(keras.callbacks.Callback):
+class Steps(keras.callbacks.Callback):  # type: ignore[name-defined]
     """The loss and the metrics of every step of `fit` by itself."""
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ray_app.checkpoint.format import Snapshot, pack
 from ray_app.config.config import Config
 from ray_app.reduction.base import World
+from ray_app.reduction.transport import receive
 from ray_app.testing import WorkerPool, digest_tensors
 from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState
@@ -157,8 +158,7 @@ def transfer_four_gigabytes(rank: int, store: Path) -> tuple[float, int]:
         longest_silence(silence),
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(transfer_module.torch, "empty", allocate_one_element)
-        receive = transfer_module.receive
+        patch.setattr(torch, "empty", allocate_one_element)
 
         def receive_and_count(chunk: torch.Tensor, source: int) -> None:
             receive(chunk, source)

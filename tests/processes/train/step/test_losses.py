@@ -258,7 +258,7 @@ class InvalidLosses(TinyImages):
             "weights": Losses(values, torch.ones(())),
             "negative": Losses(values, -torch.ones_like(values)),
             "metric": Losses(values, None, {"right": values.mean()}),
-            "number": Losses(values, None, {"right": 0.5}),  # type: ignore[dict-item]
+            "number": Losses(values, None, {"right": 0.5}),
             "taken": Losses(values, None, {"lr": values}),
             "name": Losses(values, None, {"eval_right": values}),
         }[self.kind]
@@ -443,7 +443,7 @@ def test_classifications_record_training_accuracy_when_it_is_enabled(data: Path,
     for is_enabled in (False, True):
         state, results = run_steps(
             job_of(tmp_path / "run", data, task=ImageClassification(**args, train_accuracy=is_enabled)), 3
-        )  # type: ignore[arg-type]
+        )
         digests.add(params_digest(state.model.state_dict()))
         assert [list(result.metrics) for result in results] == [["accuracy"] if is_enabled else []] * 3
     assert len(digests) == 1

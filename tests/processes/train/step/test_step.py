@@ -376,7 +376,7 @@ def test_a_step_keeps_the_buffers_of_logical_worker_0() -> None:
 
 def test_random_numbers_depend_on_seed_epoch_step_and_logical_worker() -> None:
     def draw(*coordinates: int) -> float:
-        seed_step(*coordinates, CPU)
+        seed_step(*coordinates, CPU)  # type: ignore[call-arg]
         return float(torch.rand(()))
 
     all_coordinates = [

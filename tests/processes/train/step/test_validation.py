@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_app import load_config, retry
+from ray_app import load_config
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.driver.result import Result
 from ray_app.evaluate.evaluator import Evaluator
@@ -138,7 +139,7 @@ def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, mon
     monkeypatch.setattr(journal, "put_event", record_event)
     monkeypatch.setattr(validation_module, "evaluated_steps", fail_to_list)
     pauses = list[float]()
-    monkeypatch.setattr(retry.time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "sleep", pauses.append)
     train(
         job,
         SingleProcessMembership(4, lambda: False),

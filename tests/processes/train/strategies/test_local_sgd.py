@@ -81,7 +81,7 @@ class ScalarParameter(TinyImages):
         return model
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        return super().forward(model, batch) * model.temperature  # type: ignore[operator]
+        return super().forward(model, batch) * model.temperature
 
 
 def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_not(
@@ -102,7 +102,7 @@ def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[
     with LocalMembership(world, store).generation(0, False):
         step = build_step(job, state, world, CPU, lambda phase: None)
     feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
-    return step, state, feed  # type: ignore[return-value]
+    return step, state, feed
 
 
 def test_the_average_is_the_mean_of_the_states_of_the_logical_workers(
@@ -176,7 +176,7 @@ class Branches(TinyImages):
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs = super().forward(model, batch)
-        return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs  # type: ignore[operator]
+        return outputs * model.branch if model.training and torch.rand(()) < 0.3 else outputs
 
 
 @pytest.mark.rest

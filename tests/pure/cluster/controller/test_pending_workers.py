@@ -37,8 +37,7 @@ def slot_queries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(slot_queries: Counter[str]) -> None:
     pending_workers, now = PendingWorkers(None, 1, bool), time.monotonic()
     pending_workers._pending = [
-        PendingWorker(None, group, None, group, now - 1, now + 60)  # type: ignore[arg-type]
-        for group in ("a", "no slot", "b")
+        PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")
     ]
     assert pending_workers.poll() == [NO_CAPACITY]
     assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
@@ -137,7 +136,7 @@ def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: N
 
 def group_of(pending_workers: PendingWorkers) -> Any:
     """Returns a worker group of two workers that starts."""
-    group = ElasticGroup.__new__(ElasticGroup)
+    group: Any = ElasticGroup.__new__(ElasticGroup)
     context = SimpleNamespace(num_workers=2, resources_per_worker={"CPU": 1.0})
     vars(group).update(_pending_workers=pending_workers, _slot=SLOT, _callbacks=[], _worker_group_state=None)
     vars(group)["_worker_group_context"] = context

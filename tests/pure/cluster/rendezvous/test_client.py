@@ -20,5 +20,5 @@ def test_heartbeats_continue_after_any_error(error: Exception) -> None:
 
     closed = SimpleNamespace(is_set=lambda: next(closed_states), wait=lambda seconds: None)
     worker = SimpleNamespace(_closed=closed, _connection=None, _connect=connect, _disconnect=lambda: None)
-    RendezvousClient._run(worker)  # type: ignore[arg-type]
+    RendezvousClient._run(worker)
     assert attempts == [error, error]

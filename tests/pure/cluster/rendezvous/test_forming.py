@@ -85,7 +85,7 @@ def observed_transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberSta
     def watched_start(self: Rendezvous, *arguments: object, **options: object) -> None:
         lost.clear()
         leaving.clear()
-        start(self, *arguments, **options)  # type: ignore[arg-type]
+        start(self, *arguments, **options)
 
     monkeypatch.setattr(Members, "_change_kind", watched_change_kind)
     monkeypatch.setattr(Rendezvous, "leave", watched_leave)
@@ -123,7 +123,7 @@ def test_a_generation_passes_through_its_states() -> None:
     rendezvous = Rendezvous(5.0, None, lambda: now[0], min_workers=1)
 
     def beat(name: str, **fields: object) -> None:
-        rendezvous.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))  # type: ignore[arg-type]
+        rendezvous.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))
 
     def call(coroutine: object) -> None:
         with pytest.raises(StopIteration):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from ray_app.cluster.rendezvous import rendezvous as module
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.membership import Flags, GenerationInfo, Heartbeat
+from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
 
 SILENCE_S = 5.0
 
@@ -71,7 +70,7 @@ class Group:
                 self.waiting.remove(name)
         return placements
 
-    async def beat(self, name: str) -> module.Orders:
+    async def beat(self, name: str) -> HeartbeatReply:
         return self.rendezvous.handle_heartbeat(self.beats[name])
 
 

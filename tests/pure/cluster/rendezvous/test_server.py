@@ -65,7 +65,7 @@ def test_the_cost_of_a_generation_per_worker_is_independent_of_its_size() -> Non
     for workers in (100, 1000):
         pool = WorkerPool(workers)
         pool.join(1)
-        costs.append(count_operations(lambda pool=pool: pool.join(2, lost=True)) / workers)  # type: ignore[misc]
+        costs.append(count_operations(lambda pool=pool: pool.join(2, lost=True)) / workers)
     assert costs[1] < 1.05 * costs[0]
 
 

@@ -87,5 +87,5 @@ def test_a_file_of_labels_without_a_usable_row_is_refused(tmp_path: Path) -> Non
 def test_a_dropped_column_may_hold_what_cannot_be_stored(tmp_path: Path) -> None:
     labels = write_images(tmp_path, "file,y,m\n0.png,a,9007199254740993\n1.png,b,2.5\n")
     options = {"labels": labels, "drop": ["m"]}
-    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))  # type: ignore[arg-type]
+    ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), **options))
     assert read_columns(tmp_path / "out")["label"] == [0, 1]

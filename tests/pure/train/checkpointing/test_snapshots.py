@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from ray_app.checkpoint.format import MODEL, pack
-from ray_app.train.checkpointing import persistence
 from ray_app.train.checkpointing.persistence import PackedSnapshot, SnapshotActor, SnapshotSender
 from tests.support.checkpoints import snapshot_of
 
@@ -29,7 +29,7 @@ def flip_bit(snapshot: PackedSnapshot) -> PackedSnapshot:
 
 def make_sender(monkeypatch: pytest.MonkeyPatch, *stored: PackedSnapshot) -> SnapshotSender:
     """Returns a sender with a snapshot actor for each stored snapshot, all in this process."""
-    monkeypatch.setattr(persistence.ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
     handles: list[Any] = []
     for snapshot in stored:
         actor = SnapshotActor()

@@ -60,7 +60,7 @@ class CheckpointWriterMachine(RuleBasedStateMachine):
         self.skipped: set[tuple[int, str | None]] = set()
         self.pins: dict[str | None, Pin] = {}
         self.evaluated: set[tuple[int, str | None]] = set()
-        self.patches = [
+        self.patches: list[Any] = [
             patch.object(writer_module, "_RETRY", Retry(0.0, attempts=6)),
             patch.object(journal, "put_json", self._put_event_file),
             patch.object(store_module, "put_json", self._put_json),

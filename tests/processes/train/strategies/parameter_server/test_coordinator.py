@@ -215,7 +215,7 @@ def test_a_leaving_worker_finishes_its_unit_and_takes_no_other(data: Path, tmp_p
         pushed_units.extend([arguments[0][1:3]] if method == "push" else [])
         return call(method, arguments)
 
-    world.servers.call = record_pushes  # type: ignore[method-assign]
+    world.servers.call = record_pushes
     world.run(turns=5)
     while world.workers["1"]._result is None:
         world.run(turns=1)
@@ -239,7 +239,7 @@ def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Pat
     def push_twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         return (call(method, arguments) and call(method, arguments)) if method == "push" else call(method, arguments)
 
-    world.servers.call = push_twice  # type: ignore[method-assign]
+    world.servers.call = push_twice
     world.run()
     state = read_trained_run(job).snapshot.optimizer["state"]
     assert {int(values["step"]) for values in state.values()} == {4 * 4}
@@ -298,13 +298,13 @@ def test_a_coordinator_that_starts_without_servers_waits_for_them(
     former, call = world.coordinator, world.servers.call
     former._step_log.close()
     world.servers.lose(1)
-    world.servers.call = lambda method, arguments: None  # type: ignore[method-assign]
+    world.servers.call = lambda method, arguments: None
     world.coordinator = Coordinator(world.job, world.servers)
     names = [world.add(), world.add()]
     world.workers = {name: world.workers[name] for name in names}
     world.run(turns=2)
     assert world.coordinator.ask(names[0], None, None, 0.0).waiting
-    world.servers.call = call  # type: ignore[method-assign]
+    world.servers.call = call
     world.run()
     assert world.coordinator._served.era > former._served.era
     assert read_trained_run(world.job).digests == undisturbed.digests
@@ -409,7 +409,7 @@ def test_the_coordinator_pauses_the_watchdog_while_it_waits_for_the_storage(
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    world.servers = RayServers(tuple(actors[str(i)] for i in range(2)))  # type: ignore[assignment]
+    world.servers = RayServers(tuple(actors[str(i)] for i in range(2)))
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []))
     pauses = []
 
@@ -525,7 +525,7 @@ def test_a_step_that_is_applied_twice_counts_once(data: Path, undisturbed: Train
     def apply_twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
         return (call(method, arguments) and call(method, arguments)) if method == "apply" else call(method, arguments)
 
-    world.servers.call = apply_twice  # type: ignore[method-assign]
+    world.servers.call = apply_twice
     world.run()
     assert read_trained_run(world.job).digests == undisturbed.digests
 
@@ -538,7 +538,7 @@ def test_a_gradient_sum_that_is_not_finite_changes_no_state(data: Path, tmp_path
         answers = call(method, arguments)
         return [([math.inf], rest) for _, rest in answers] if method == "norms" and answers is not None else answers
 
-    world.servers.call = overflow  # type: ignore[method-assign]
+    world.servers.call = overflow
     with pytest.raises(NonFiniteError, match="the sum of finite gradients is not finite"):
         world.run()
     assert [server._state.step for server in world.servers.servers] == [0, 0]
@@ -565,7 +565,7 @@ def test_a_worker_that_waits_for_servers_is_in_the_phase_reduction(
         calls.append((method, phases[-1]))
         return call(method, arguments)
 
-    world.servers.call = record_phase  # type: ignore[method-assign]
+    world.servers.call = record_phase
     world.run()
     assert {"pull", "push"} <= {method for method, _ in calls}
     assert {phase for _, phase in calls} == {"reduction"}
@@ -601,7 +601,7 @@ def test_a_step_that_ended_on_one_server_only_is_undone(data: Path, undisturbed:
             return None
         return call(method, arguments)
 
-    world.servers.call = fail_once  # type: ignore[method-assign]
+    world.servers.call = fail_once
     world.run()
     assert lost_answers
     assert read_trained_run(world.job).digests == undisturbed.digests
@@ -693,7 +693,7 @@ def test_a_worker_pulls_only_when_its_parameters_lack_required_gradients(data: P
         methods.append(method)
         return call(method, arguments)
 
-    world.servers.call = record_method  # type: ignore[method-assign]
+    world.servers.call = record_method
     world.turn("1")
     while world.turn("0") and world.workers["0"]._result is not None:
         pass
@@ -720,7 +720,7 @@ def test_a_unit_with_a_lost_gradient_starts_from_pulled_parameters(data: Path, t
         methods.append(method)
         return None if method == "push" and methods.count("push") == 2 else call(method, arguments)
 
-    world.servers.call = lose_second_push  # type: ignore[method-assign]
+    world.servers.call = lose_second_push
     world.run(turns=3)
     assert [method for method in methods if method in ("pull", "push")] == ["pull", "push", "push", "pull", "push"]
 

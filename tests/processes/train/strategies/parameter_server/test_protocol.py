@@ -228,7 +228,7 @@ def test_an_error_in_a_server_is_raised_in_the_caller(handles: list[Handle]) -> 
     def fail(*_: Any) -> None:
         raise DataError("the optimizer of a user does not like this")
 
-    handles[0].server.norms = fail  # type: ignore[method-assign]
+    handles[0].server.norms = fail
     with pytest.raises(DataError, match="does not like this"):
         servers.call("norms", [(0, 0, []), (0, 0, [])])
     with pytest.raises(DataError, match="does not like this"):
@@ -251,7 +251,7 @@ def test_the_health_check_of_a_server_waits_for_a_running_call(handles: list[Han
         assert may_finish.wait(WAIT_S)
         return os.getpid()
 
-    server.era = wait_in_call  # type: ignore[method-assign]
+    server.era = wait_in_call
     caller = threading.Thread(target=RayServers((handles[0],)).call, args=("era", [()]))
     caller.start()
     assert call_started.wait(WAIT_S)

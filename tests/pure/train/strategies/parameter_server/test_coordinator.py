@@ -23,7 +23,7 @@ def test_the_cost_of_a_unit_does_not_grow_with_the_number_of_workers() -> None:
     for workers in (16, 1024):
         units = UnitScheduler(workers, 0, 0)
         run_step(units, workers)
-        costs.append(count_operations(lambda units=units, workers=workers: run_step(units, workers)) / workers)  # type: ignore[misc]
+        costs.append(count_operations(lambda units=units, workers=workers: run_step(units, workers)) / workers)
     assert costs[1] < 1.02 * costs[0]
 
 
