@@ -443,23 +443,23 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-def constant_tensor(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def constant_tensor(values: Sequence[float], device: torch.device) -> Tensor:
     """Returns constants as a tensor of shape (len(values),).
 
     They are copied to each GPU once in a process. So later steps do not synchronize for them, and a captured CUDA graph
     reads them at a fixed address.
     """
     if KINDS[device.type].is_host:
-        return torch.tensor(values, dtype=dtype)
-    return _constant(tuple(values), device, dtype)
+        return torch.tensor(values, dtype=torch.float32)
+    return _constant(tuple(values), device)
 
 
 # The cache has no limit, because CUDA graphs read the tensors, which have to stay alive. Inference mode is off, because
 # an evaluation may call this function first, and autograd refuses tensors of inference mode in training.
 @cache
 @torch.inference_mode(False)
-def _constant(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, device=device, dtype=dtype)
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device, dtype=torch.float32)
 
 
 # --- streams

@@ -124,12 +124,7 @@ class WorkerPool:
         preloaded: Modules that are imported once for all processes, if they are installed; see `make_context`.
     """
 
-    def __init__(
-        self,
-        size: int,
-        folder: Path,
-        preloaded: Sequence[str] = PRELOADED_MODULES,
-    ) -> None:
+    def __init__(self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED_MODULES) -> None:
         self._folder, self._num_groups = folder, 0
         self._context = make_context(preloaded)
         self._workers = [self._start() for _ in range(size)]

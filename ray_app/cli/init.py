@@ -46,13 +46,9 @@ def package_name(folder: Path, requested: str | None) -> str:
         raise ConfigError(f"The package would be called {name!r}, which is not a name that Python imports. {advice}")
     elsewhere = [path for path in sys.path if path and Path(path).resolve() not in (Path.cwd(), folder)]
     if name in _TAKEN | sys.stdlib_module_names or PathFinder.find_spec(name, elsewhere) is not None:
-        raise ConfigError(f"The package would be called {name!r}, as {_describe_owner(name)}. {advice}")
+        owner = "a part of the project is" if name in _TAKEN else "an installed module is, and one would hide the other"
+        raise ConfigError(f"The package would be called {name!r}, as {owner}. {advice}")
     return name
-
-
-def _describe_owner(name: str) -> str:
-    """Returns the owner of a name, as the end of a sentence."""
-    return "a part of the project is" if name in _TAKEN else "an installed module is, and one would hide the other"
 
 
 def write_project(folder: Path, package: str, is_keras: bool) -> None:

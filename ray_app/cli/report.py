@@ -39,9 +39,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
         prog=prog, description="Makes the report of a run, also of one that runs or failed."
     )
     parser.add_argument(
-        "--run",
-        required=True,
-        help="directory of the run, <run.storage_path>/<run.name>, on a disk or in a bucket",
+        "--run", required=True, help="directory of the run, <run.storage_path>/<run.name>, on a disk or in a bucket"
     )
     parser.add_argument("--out", help="file to write instead of report.html in the run's directory")
     options = parser.parse_args(arguments)

@@ -252,11 +252,7 @@ _REDUCTION_RULES = (
             " with train.reducer {c.train.reducer}; only the application's own reducers support it. Leave one of them"
             " out.",
         )
-        for name in (
-            "train.bucket_mb",
-            "train.capture",
-            "failure.sdc_check_rate",
-        )
+        for name in ("train.bucket_mb", "train.capture", "failure.sdc_check_rate")
     ),
     *(
         Rule("train.capture", when, f", and {reason}. Leave it out; the bits are the same without.")

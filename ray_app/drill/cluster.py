@@ -258,14 +258,11 @@ def kill_worker(training: Training, rank: int) -> Worker:
             f" them."
         )
     on_its_node = NodeAffinitySchedulingStrategy(victim.node, soft=False)
-    ray.get(ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=on_its_node).remote(victim.pid))
+    kill = ray.remote(lambda pid: os.kill(pid, signal.SIGKILL))
+    ray.get(kill.options(num_cpus=0, scheduling_strategy=on_its_node).remote(victim.pid))
     deadline_s = time.monotonic() + _DEPARTURE_TIMEOUT_S
     while any(worker.id == victim.id for worker in training.workers()):
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"The run still counts on {victim} {_DEPARTURE_TIMEOUT_S:g} s after it was killed.")
         time.sleep(_POLL_INTERVAL_S)
     return victim
-
-
-def _kill_process(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)

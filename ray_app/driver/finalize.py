@@ -24,7 +24,6 @@ from ray_app.preflight.changes import read_stored_code
 from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.html import write_report
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
 from ray_app.runlog.history import count, goodput, means, read_steps, recoveries, restarts, start, world_sizes
 from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
@@ -32,7 +31,7 @@ from ray_app.runlog.lease import acquire_lease, is_released, newest_fence
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import HIDDEN, redact
 from ray_app.runlog.stored_config import read_config, read_manifest
-from ray_app.storage.files import list_files, read_json, replace_nan, to_location
+from ray_app.storage.files import list_files, put_json, read_json, replace_nan, to_location
 from ray_app.task.base import Task
 from ray_app.track.mlflow_client import DataSet
 from ray_app.track.tracker import Status as MlflowStatus
@@ -159,7 +158,7 @@ def close_orphan(root: str) -> bool:
         logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
         if _is_tracked(job.config):
             make_late_tracker(job, job.config).close(to_mlflow_status(status), _TRACKING_TIMEOUT_S)
-            put_summary(paths, summarize(job, status))
+            put_json(paths.summary, summarize(job, status))
         return True
 
 
@@ -238,7 +237,7 @@ def finalize_run(job: Job, start: NewestStart) -> RunStatus:
         put_event(job.paths, "driver_lost", start.fence, status=status, step=step, noticed_by=noticed_by)
     stored_status = (read_json(job.paths.summary) or {}).get("status")
     if start.status is None or stored_status != status or _lacks_evaluations(job.paths):
-        put_summary(job.paths, summarize(job, status))
+        put_json(job.paths.summary, summarize(job, status))
     return status
 
 

@@ -26,13 +26,12 @@ from ray_app.models.export import refuse_taken, write_export
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
 from ray_app.preflight.prepare import prepare
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_config
-from ray_app.storage.files import read_json, to_location
+from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
@@ -176,7 +175,7 @@ def register_run(options: RegisterOptions) -> Registered:
     if options.promote is not None and promote(connect(uri), name, version.version, options.promote, user_name()):
         version = Registered(version.name, version.version, tuple(sorted({*version.aliases, "champion"})))
         put_event(paths, "registered", 0, **_describe_version(version))
-    put_summary(paths, summary | {"model": _describe_version(version)})
+    put_json(paths.summary, summary | {"model": _describe_version(version)})
     return version
 
 

@@ -12,9 +12,9 @@ import dataclasses
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -107,7 +107,11 @@ def check_import_paths(task: str, init_args: dict[str, Any]) -> None:
             load_class(path)
         # The imported module may raise any error.
         except Exception as error:
-            raise ConfigError(f"The configuration is refused: {explain_path(parent, field, path, error)}") from error
+            raise _refusal(f"{explain_path(parent, field, path, error)}") from error
+
+
+def _refusal(problem: str) -> ConfigError:
+    return ConfigError(f"The configuration is refused: {problem}")
 
 
 T = TypeVar("T")
@@ -180,35 +184,19 @@ def parse_with_sections(
         # The default is an argument: the parser would pass all arguments of a default on to another class.
         parsed = parser.parse_args([f"--optimizer={Config.optimizer.class_path}", *arguments])
     except ArgumentError as error:
-        raise ConfigError(
-            f"The configuration is refused: {explain_error(str(error), _fields(SECTIONS | more))}"
-        ) from error
+        raise _refusal(f"{explain_error(str(error), _fields(SECTIONS | more))}") from error
     if parsed.task is not None:
         check_import_paths(parsed.task.class_path, Namespace(parsed.task.get("init_args") or {}).as_dict())
-    try:
-        with warnings.catch_warnings():
-            # `_restore` takes these from what was parsed.
-            warnings.filterwarnings("ignore", r"\s*Dump of a value that does not round-trip: a _Text")
-            dumped = parser.dump(parsed, skip_default=True, skip_unset=False)
-    # The parser imports every `class_path` below `init_args` here.
-    except (AttributeError, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The configuration is refused: a class_path below init_args cannot be imported: {error}."
-        ) from error
-    values = _restore(yaml.safe_load(dumped) or {}, parsed.as_dict())
+    values = {name: value for name, value in _to_plain(parsed).items() if name != "config"}
     if not values.get("optimizer"):
-        raise ConfigError(
-            "The configuration is refused: optimizer is empty; write a class_path below it, or leave the section out."
-        )
+        raise _refusal("optimizer is empty; write a class_path below it, or leave the section out.")
     groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
             values[name] = _without_defaults(values[name])
     values["optimizer"][_GROUPS] = groups
     if any("class_path" not in spec for spec in values.get("observers") or []):
-        raise ConfigError(
-            "The configuration is refused: observers is a list of class_path and init_args; one has no class_path."
-        )
+        raise _refusal("observers is a list of class_path and init_args; one has no class_path.")
     if values.get("optimizers"):
         values["optimizers"] = {name: _parse_optimizer(name, spec) for name, spec in values["optimizers"].items()}
     more_sections = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
@@ -325,9 +313,7 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     """Returns one of several optimizers, with its class and its schedule checked like those of a single optimizer."""
     field, allowed = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := spec.keys() - set(allowed):
-        raise ConfigError(
-            f"The configuration is refused: {field} has {', '.join(sorted(unknown))}; there are {', '.join(allowed)}."
-        )
+        raise _refusal(f"{field} has {', '.join(sorted(unknown))}; there are {', '.join(allowed)}.")
     _check_optimizer_types(field, spec)
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
@@ -339,10 +325,8 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     try:
         parsed = parser.parse_object(classes)
     except ArgumentError as error:
-        raise ConfigError(
-            f"The configuration is refused: of {field}: {explain_error(str(error), ['optimizer', 'schedule'])}"
-        ) from error
-    values = yaml.safe_load(parser.dump(parsed, skip_default=True, skip_unset=False))
+        raise _refusal(f"of {field}: {explain_error(str(error), ['optimizer', 'schedule'])}") from error
+    values = _to_plain(parsed)
     groups = values["optimizer"]["init_args"].pop(_GROUPS, None)
     rest = {key: spec[key] for key in ("parameters", "steps") if key in spec}
     schedule = _without_defaults(values.get("schedule"))
@@ -353,14 +337,9 @@ def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
     """Checks the types of the fields that the parser does not check, where a text would count as a list of letters."""
     names, steps = spec.get("parameters", []), spec.get("steps", 1)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"The configuration is refused: {field}.parameters is {names!r}; it must be a list of names, as"
-            " ['critic.*']."
-        )
+        raise _refusal(f"{field}.parameters is {names!r}; it must be a list of names, as ['critic.*'].")
     if not isinstance(steps, int) or isinstance(steps, bool):
-        raise ConfigError(
-            f"The configuration is refused: {field}.steps is {steps!r}; it must be a number of steps, at least 1."
-        )
+        raise _refusal(f"{field}.steps is {steps!r}; it must be a number of steps, at least 1.")
 
 
 class _Text(str):
@@ -396,7 +375,6 @@ def _keep_texts(content: Any, texts: Any) -> Any:
 
 # The parser reads dates as texts, too.
 _TextLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: str(node.value))
-yaml.SafeDumper.add_representer(_Text, lambda dumper, text: dumper.represent_str(str(text)))
 register_type(_Text, serializer=str, deserializer=_Text)
 
 
@@ -419,16 +397,17 @@ def _fields(sections: dict[str, type]) -> list[str]:
     ]
 
 
-def _restore(values: Any, parsed: Any) -> Any:
-    """Returns dumped values with keys and texts as parsed: the parser dumps a key of `dict[int, ...]` as text."""
-    if isinstance(parsed, _Text):
-        return str(parsed)
-    if isinstance(values, list) and isinstance(parsed, list | tuple):
-        return [_restore(value, part) for value, part in zip(values, parsed, strict=True)]
-    if not isinstance(values, dict) or not isinstance(parsed, dict):
-        return values
-    keys = {str(key): key for key in parsed}
-    return {keys.get(key, key): _restore(value, parsed.get(keys.get(key, key))) for key, value in values.items()}
+def _to_plain(value: Any) -> Any:
+    """Returns what was parsed as a configuration has it: mappings, lists, numbers and texts."""
+    if isinstance(value, Namespace):
+        value = value.as_dict()
+    if isinstance(value, dict):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
 def _without_defaults(value: Any) -> Any:

@@ -6,12 +6,11 @@ import ast
 import difflib
 import importlib
 import inspect
-import json
 import pkgutil
 import re
 from collections.abc import Iterable
-from types import ModuleType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -32,12 +31,13 @@ _OPTION = re.compile(r"Option '([^']+)' is not accepted")
 _NEEDED = re.compile(r"the following arguments are required: ([\w, ]+)")
 _NO_SUBCLASS = re.compile(r"Import path (\S+) does not correspond to a subclass of (\w+)")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\S+)")
-_VALUE = re.compile(r"""Parser key "(?!task"|optimizer"|schedule")([\w.]+)".*?Given value: ([^\n]*)""", re.DOTALL)
+_VALUE = re.compile(
+    r"""Parser key "(?!(?:task|optimizer|schedule)")([\w.]+)":(.*?)(?:Got|Given) value: ([^\n]*)""", re.DOTALL
+)
 _IN_A_FILE = re.compile(r"^\s*(?:Group '([\w.]+)' does not accept option|Option) '([\w.]+)'(?: is not accepted)?\s*$")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.-]+)")
-_SECTION_VALUE = re.compile(r"""Parser key "([\w.]+)":.*?(?:Got value: ([^\n]*)|Given value: ([^\n]*))""", re.DOTALL)
 _NAMESPACE_VALUE = re.compile(r"Given value: (Namespace\([^\n]*)")
-_EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
+_EXPECTED = re.compile(r"Expected (?:a )?(?:<class '(\w+)'>|typing\.Literal\[([^\]]*)\])")
 _TYPE_NAMES = {
     "str": "text",
     "int": "an integer",
@@ -45,9 +45,8 @@ _TYPE_NAMES = {
     "bool": "true or false",
     "NoneType": "null",
     "dict": "a mapping",
+    "list": "a list",
 }
-_PLURALS = {"text": "texts", "a number": "numbers", "an integer": "integers"}
-_TYPE_ALIAS = re.compile(r"[A-Z]\w+( \| None)?")
 
 
 def explain_error(message: str, fields: Iterable[str]) -> str:
@@ -69,27 +68,32 @@ def explain_error(message: str, fields: Iterable[str]) -> str:
             " if you like with init_args, groups, steps and schedule; look at its shape."
         )
     field = _FIELD.search(message)
-    if field is None and (value := _SECTION_VALUE.search(message)):
-        return _explain_value(value[1], value[3] or value[2], _EXPECTED.findall(message)) or message
+    if field is None and (match := _VALUE.search(message)):
+        name, details, value = match.groups()
+        return _explain_value(f"{name} is", name.rpartition(".")[2], value, details) or message
     return (_explain_class(field[1], message) if field is not None else None) or message
 
 
-def _explain_value(name: str, value: str, expected: list[tuple[str, str]]) -> str | None:
-    """Returns what is wrong with the value of a field; None if the type of the field is not known."""
-    texts = (
+def _explain_value(subject: str, name: str, value: str, details: str) -> str | None:
+    """Returns what is wrong with a value, by the types that jsonargparse names; None if it names none.
+
+    `subject` begins the sentence before the value.
+    """
+    expected = dict.fromkeys(
         f"one of {choices.replace(chr(39), '')}" if choices else _TYPE_NAMES.get(kind, kind)
-        for kind, choices in expected
+        for kind, choices in _EXPECTED.findall(details)
     )
-    allowed = list(dict.fromkeys(texts))
-    if not allowed:
+    if not expected:
         return None
-    quotes = ""
-    if "text" in allowed and value[:1] not in ("'", "[", "{"):
-        quotes = (
+    hint = ""
+    if "a mapping" in expected and re.fullmatch(r"\w+(\.\w+)+", value):
+        hint = " A class is written as {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}."
+    if "text" in expected and value[:1] not in ("'", "[", "{"):
+        hint = (
             " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in"
-            f" quotes: {name.rpartition('.')[2]}: '...'."
+            f" quotes: {name}: '...'."
         )
-    return f"{name} is {value}; it must be {' or '.join(allowed)}.{quotes}"
+    return f"{subject} {value}; it must be {' or '.join(expected)}.{hint}"
 
 
 def _explain_class(field: str, message: str) -> str | None:
@@ -122,8 +126,9 @@ def _explain_named_class(field: str, class_path: str, message: str) -> str | Non
         return f"{field}.{reason}"
     if needed := _NEEDED.search(message):
         return f"{class_path} needs {needed[1]}, which is not given; write it below {field}.init_args."
-    if value := _VALUE.search(message):
-        return _explain_argument_value(class_path, value[1], value[2])
+    if match := _VALUE.search(message):
+        name, details, value = match.groups()
+        return _explain_value(f"{class_path} got {name} =", name, value, details)
     return None
 
 
@@ -160,78 +165,6 @@ def explain_path(parent: str, field: str, path: str, error: Exception) -> str:
     if reason is None:
         return f"{parent}{field} is {path!r}: {type(error).__name__}: {error}."
     return f"{parent}{field}{reason.removeprefix('class_path')}"
-
-
-def _explain_argument_value(class_path: str, name: str, value: str) -> str | None:
-    """Returns what is wrong with the value of an argument of a class; None if the class cannot be inspected."""
-    if name == "groups":
-        return (
-            f"optimizer.groups is {value}; it must be a list of mappings, each with names and options, such as"
-            " weight_decay: 0.0."
-        )
-    try:
-        loaded = load_class(class_path)
-        annotation = inspect.signature(loaded).parameters[name].annotation
-    # The class may raise any error when it is imported or inspected.
-    except Exception:
-        return None
-    type_text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    type_text = type_text.replace(" | torch.Tensor", "")
-    shape = ", where Spec is {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}" if "Spec" in type_text else ""
-    argument, hint = _argument_of(value, name), _resolve_annotation(loaded, name)
-    example = f" Write {name}: {json.dumps([argument])}." if isinstance(argument, str) and _takes_texts(hint) else ""
-    meaning = ""
-    # The name of a type says nothing to a user.
-    if not shape and _TYPE_ALIAS.fullmatch(type_text) and hint is not None:
-        type_text, meaning = _describe_type(hint), _read_meaning(loaded, name)
-    return f"{class_path} got {name} = {argument!r}; it must be {type_text}{shape}.{example}{meaning}"
-
-
-def _resolve_annotation(loaded: Any, name: str) -> Any:
-    """Returns the type of an argument of a class or a function; None if it cannot be resolved."""
-    is_class = isinstance(loaded, type)
-    try:
-        return get_type_hints(loaded.__init__ if is_class else loaded).get(name)
-    # An annotation can name what is imported for type checks only, and its evaluation can raise any error.
-    except Exception:
-        return None
-
-
-def _takes_texts(hint: Any) -> bool:
-    """Whether a type allows a list of texts and not each text."""
-    return list[str] in (hint, *get_args(hint)) and str not in get_args(hint)
-
-
-def _describe_type(hint: Any) -> str:
-    """Returns in words which values a type allows."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(map(_describe_type, parts))
-    if origin is Literal:
-        return " or ".join(map(str, parts))
-    if origin is list:
-        item = _describe_type(parts[0])
-        return f"a list of {_PLURALS.get(item, item)}"
-    name = getattr(origin or hint, "__name__", str(hint))
-    return _TYPE_NAMES.get(name, name)
-
-
-def _read_meaning(loaded: Any, name: str) -> str:
-    """Returns the first sentence about an argument in the docstring of a class or of its bases, or an empty text."""
-    sources = inspect.getmro(loaded) if isinstance(loaded, type) else [loaded]
-    texts = "\n".join(inspect.getdoc(source) or "" for source in sources)
-    match = re.search(rf"^    {name}: (.+(?:\n {{8,}}.+)*)", texts, re.MULTILINE)
-    sentence = " ".join(match[1].split()).partition(". ")[0].rstrip(".") if match else ""
-    return f" {name} means: {sentence}." if sentence else ""
-
-
-def _argument_of(text: str, name: str) -> Any:
-    """Returns the value of an argument from a message, which may contain the value of its whole class."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value["init_args"].get(name, value) if isinstance(value, dict) and "init_args" in value else value
 
 
 def _explain_field(option: str, name: str, fields: list[str]) -> str:

@@ -123,11 +123,7 @@ class Result:
         return read_rows(self.task, path)
 
     def evaluate(
-        self,
-        data: Any,
-        checkpoint: str = "best",
-        workers: int | None = None,
-        batch_size: int | None = None,
+        self, data: Any, checkpoint: str = "best", workers: int | None = None, batch_size: int | None = None
     ) -> dict[str, float]:
         """Scores a model on a data set, such as test rows that were used for no choice.
 
@@ -272,4 +268,4 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
             f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
         )
     roots = [run.path if isinstance(run, Result) else to_location(os.fspath(run)) for run in runs]
-    return Comparison(tuple(read_facts(RunPaths(root), with_earlier=False) for root in roots))
+    return Comparison(tuple(read_facts(RunPaths(root)) for root in roots))

@@ -45,13 +45,12 @@ from ray_app.errors import LeaseLostError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_interval_s
+from ray_app.storage.files import poll_interval_s, put_json
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
 from ray_app.train.checkpointing.step_log import record_fallback
@@ -419,7 +418,7 @@ class Run:
 
 def _put_new_summary(job: Job, status: RunStatus) -> dict[str, Any]:
     summary = summarize(job, status)
-    put_summary(job.paths, summary)
+    put_json(job.paths.summary, summary)
     return summary
 
 
@@ -513,7 +512,7 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     console.print(
         f"{job.plan.manifest.num_rows:,} rows, {job.steps_per_epoch:,} steps of {job.plan.global_batch_size} rows per"
         f" epoch{passes}, {counted_word(config.train.epochs, 'epoch')}; {_workers_text(config, max_workers)},"
-        f" arithmetic of {job.plan.logical_workers}",
+        f" arithmetic of {job.plan.logical_workers}"
     )
     if (classes := job.plan.classes) is not None:
         console.print(
@@ -558,10 +557,7 @@ def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
     if not labeled:
         return None
     processes = workers + scaling.standby_workers if config.train.strategy_traits.has_workers else 0
-    reserved = {
-        "GPU": processes * scaling.worker_gpus + evaluator_gpus(config),
-        "CPU": wanted_cpus(config, processes),
-    }
+    reserved = {"GPU": processes * scaling.worker_gpus + evaluator_gpus(config), "CPU": wanted_cpus(config, processes)}
     used, idle = [], []
     for name, number in reserved.items():
         if not (total := sum(node["Resources"].get(name, 0.0) for node in labeled)):

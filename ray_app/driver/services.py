@@ -84,10 +84,7 @@ class EvaluatorClient:
     """
 
     def __init__(
-        self,
-        job: EvaluationJob | None,
-        is_cluster_shared: bool,
-        before_evaluation: Callable[[Commit], None] | None,
+        self, job: EvaluationJob | None, is_cluster_shared: bool, before_evaluation: Callable[[Commit], None] | None
     ) -> None:
         self._job, self._metrics = job, RunMetrics(job.paths.name) if job is not None else None
         self._evaluator: EvaluatorHandle | None = None

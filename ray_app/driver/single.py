@@ -76,11 +76,7 @@ def exclusive_process(config: Config, background: bool) -> Iterator[None]:
 
 
 def train_single(
-    job: Job,
-    stops: Callable[[bool], bool],
-    console: SafeConsole,
-    waiting: Callable[[], list[Commit]],
-    hooks: Hooks,
+    job: Job, stops: Callable[[bool], bool], console: SafeConsole, waiting: Callable[[], list[Commit]], hooks: Hooks
 ) -> None:
     """Trains in this thread and shows progress in another, as plain lines, which leave the terminal to a debugger.
 

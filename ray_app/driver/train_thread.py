@@ -13,7 +13,6 @@ from ray.actor import ActorHandle
 
 from ray_app.cluster.rendezvous.server import start_rendezvous
 from ray_app.cluster.trainer import WorkerArgs, fit
-from ray_app.config.config import Config
 from ray_app.data.ray_tasks import is_small, start_memory_cache, start_shared_actors
 from ray_app.errors import unwrap_app_error
 from ray_app.train.checkpointing.persistence import start_snapshot_actors
@@ -34,9 +33,9 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     """
     config = job.config
     min_workers = config.scaling.min_workers if config.train.strategy_traits.needs_min_workers else 1
-    rendezvous = start_rendezvous(
-        job.rendezvous, config.failure.heartbeat_timeout_s, _step_timeout_s(config), min_workers
-    )
+    failure = config.failure
+    step_timeout_s = failure.step_timeout_s or (_COMPILE_TIMEOUT_S if config.train.compile else None)
+    rendezvous = start_rendezvous(job.rendezvous, failure.heartbeat_timeout_s, step_timeout_s, min_workers)
     stack.callback(_end_rendezvous, rendezvous)
     snapshot_actors = start_snapshot_actors() if config.checkpoint.snapshot_every_steps else []
     for actor in snapshot_actors:
@@ -58,11 +57,6 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     if memory_cache is None or not all(is_small(source) for source in cached if source is not None):
         threading.Thread(target=start_shared_actors, name="anchor", daemon=True).start()
     return WorkerArgs(job, rendezvous, memory_cache, tuple(snapshot_actors), evaluation, hooks, parameters)
-
-
-def _step_timeout_s(config: Config) -> float | None:
-    """Returns the limit of the step watchdog, see `failure.step_timeout_s`."""
-    return config.failure.step_timeout_s or (_COMPILE_TIMEOUT_S if config.train.compile else None)
 
 
 def _end_rendezvous(rendezvous: ActorHandle) -> None:

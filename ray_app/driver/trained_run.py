@@ -23,14 +23,13 @@ from ray_app.driver.finalize import (
     to_mlflow_status,
 )
 from ray_app.errors import CheckpointError, ConfigError, DataError, TrackingError
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.evaluations import Evaluation, read_scores
 from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.runlog.stored_config import read_code_text, read_config, read_manifest
 from ray_app.storage.data_files import find_file
-from ray_app.storage.files import read_json, to_location
+from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.task.texts import TextEncoder
@@ -193,6 +192,6 @@ def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = N
                 f"It took {tracker.sent_points} points now, which are not sent again. Try again when it can be reached."
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
-            put_summary(paths, summarize(job, status))
+            put_json(paths.summary, summarize(job, status))
         sent = tracker.sent_points, tracker.sent_evaluations
         return SentSummary(str(tracker.run_id), redact(tracker.uri), to_mlflow_status(status), *sent)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -54,7 +54,7 @@ _CHECKS_PER_LEASE = 10
 """Checks of the driver's lease during the time for which a lease is valid."""
 _START_S = 30.0
 """Seconds for which the first evaluation waits for the actors of a `ScoringPool`; it begins without the others."""
-_PARTS_PER_ACTOR = 4
+_PARTS_PER_ACTOR = 8
 """Parts of the data set for each actor of a `ScoringPool`, so that a fast actor scores more than a slow one."""
 
 
@@ -366,62 +366,49 @@ class _ScoringActor:
         return chunks
 
 
-class _OpenParts:
-    """The parts of a data set that are not scored yet; several threads take them.
+def score_parts(
+    actors: Sequence[Callable[[int], ray.ObjectRef]],
+    parts: int,
+    score_part: Callable[[int], Iterable[Chunk]] | None = None,
+) -> list[Chunk]:
+    """Scores the parts of a data set in actors and, with `score_part`, in this process; returns the chunks of all.
+
+    The part of an actor that fails is scored by another one. Each actor has two parts, so that none waits for this
+    process.
 
     Args:
+        actors: For each actor the function that lets it score a part.
         parts: Number of parts.
+        score_part: Scores a part here.
+
+    Raises:
+        ray.exceptions.RayError: All actors failed, and this process does not score.
+        RayAppError: The data or user code is to blame.
     """
-
-    def __init__(self, parts: int) -> None:
-        self._changed = threading.Condition()
-        self._open, self._remaining = list(range(parts)), parts
-        self._chunks: list[Chunk] = []
-        self._error: Exception | None = None
-
-    def work(self, score_part: Callable[[int], Iterable[Chunk]]) -> None:
-        """Scores open parts until all are scored, or an error of the application ends the scoring.
-
-        A part that another thread fails to score is open again. An error of Ray, such as the death of an actor, ends
-        only this call.
-        """
-        while (part := self._take()) is not None:
+    waiting, idle = list(range(parts)), [*actors, *actors]
+    chunks: list[Chunk] = []
+    running: dict[ray.ObjectRef, tuple[Callable[[int], ray.ObjectRef], int]] = {}
+    while waiting or running:
+        while waiting and idle:
+            submit, part = idle.pop(0), waiting.pop()
+            running[submit(part)] = submit, part
+        scores_here = score_part is not None and bool(waiting)
+        if score_part is not None and waiting:
+            chunks += score_part(waiting.pop())
+        elif not running:
+            raise ray.exceptions.RayError("all actors of the evaluation have failed")
+        done, _ = ray.wait([*running], timeout=0 if scores_here else None) if running else ([], [])
+        for reference in done:
+            submit, part = running.pop(reference)
             try:
-                chunks = list(score_part(part))
+                chunks += ray.get(reference)
+                idle.append(submit)
             except ray.exceptions.RayTaskError as error:
-                cause = unwrap_app_error(error)
-                return self._end(part, cause if isinstance(cause, Exception) else error)
+                raise unwrap_app_error(error) from error
             except ray.exceptions.RayError as error:
                 logger.warning("An actor of the evaluation failed, the others score its part: %s", error)
-                return self._end(part, None)
-            except Exception as error:
-                return self._end(part, error)
-            with self._changed:
-                self._chunks += chunks
-                self._remaining -= 1
-                self._changed.notify_all()
-        return None
-
-    def result(self) -> list[Chunk]:
-        """Returns the chunks of all parts; raises the error that has ended the scoring."""
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            if self._remaining:
-                raise ray.exceptions.RayError("all actors of the evaluation have failed")
-            return self._chunks
-
-    def _take(self) -> int | None:
-        """Waits for an open part, and returns None if there will be none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._open or not self._remaining or self._error is not None)
-            return self._open.pop() if self._open and self._error is None else None
-
-    def _end(self, part: int, error: Exception | None) -> None:
-        with self._changed:
-            self._open.append(part)
-            self._error = self._error or error
-            self._changed.notify_all()
+                waiting.append(part)
+    return chunks
 
 
 class ScoringPool:
@@ -445,8 +432,7 @@ class ScoringPool:
     def share(self, arrays: Arrays) -> Arrays:
         """Puts the data into Ray's object store, of which each node maps one copy, and returns that copy."""
         self._arrays = ray.put(arrays)
-        shared: Arrays = ray.get(self._arrays)
-        return shared
+        return cast(Arrays, ray.get(self._arrays))
 
     def score(
         self, state: Mapping[str, Tensor], score_part: Callable[[int, int], Iterable[Chunk]] | None = None
@@ -459,32 +445,18 @@ class ScoringPool:
             state: Parameters and buffers.
             score_part: Scores a part in this process as well, with the same arguments as `score`.
 
-        Raises:
-            ray.exceptions.RayError: All actors failed, and this process does not score.
-            RayAppError: The data or user code is to blame.
+        Raises what `score_parts` raises.
         """
         self._add_started(0 if score_part is not None else 1)
         self._state_number += 1
         number, states = self._state_number, [ray.put(dict(state))]
         parts = _PARTS_PER_ACTOR * (len(self._actors) + (score_part is not None))
-        open_parts = _OpenParts(parts)
 
-        def score_remotely(actor: ActorHandle, part: int) -> list[Chunk]:
-            chunks: list[Chunk] = ray.get(actor.score.remote(number, states, self._arrays, part, parts))
-            return chunks
+        def submit(actor: ActorHandle, part: int) -> ray.ObjectRef:
+            return actor.score.remote(number, states, self._arrays, part, parts)
 
-        threads = [
-            threading.Thread(target=open_parts.work, args=(partial(score_remotely, actor),), daemon=True)
-            for actor in self._actors
-        ]
-        for thread in threads:
-            thread.start()
-        if score_part is not None:
-            open_parts.work(lambda part: score_part(part, parts))
-        else:
-            for thread in threads:
-                thread.join()
-        return open_parts.result()
+        actors = [partial(submit, actor) for actor in self._actors]
+        return score_parts(actors, parts, None if score_part is None else lambda part: score_part(part, parts))
 
     def end(self) -> None:
         """Ends the actors."""

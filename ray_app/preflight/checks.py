@@ -138,15 +138,14 @@ def complete_config(context: PreflightContext) -> list[str]:
         return []
     return [
         "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
-        " to 2 to keep an older one.",
+        " to 2 to keep an older one."
     ]
 
 
-def read_initial_parameters(context: PreflightContext) -> list[str]:
+def read_initial_parameters(context: PreflightContext) -> None:
     """Reads the initial parameters, and completes the configuration by their digest."""
     context.initial = inputs.load_initial_parameters(context.config, context.before)
     context.config = context.initial.config
-    return inputs.replaced_weights_warnings(context.config)
 
 
 def open_training_data(context: PreflightContext) -> None:
@@ -444,9 +443,6 @@ CHECKS = (
     Check("batches", 0.1, "The evaluation of a row does not depend on the rows beside it.", batch_checks.try_batches,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),
-    Check("evaluation time", 0.1, "An evaluation takes less time than the steps between two checkpoints.",
-          dry_run.check_evaluation_time, ("one row", "evaluation data"), calls_task=True,
-          applies=lambda context: context.eval_rows is not None and not isinstance(context.task, LoopTask)),
     Check("reading time", 0.01, "The time to decode a row is known.", dry_run.measure_reading, ("one row",),
           calls_task=True,
           applies=lambda context: context.config.scaling.worker_gpus > 0 and context.config.data.cache == "none"

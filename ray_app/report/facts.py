@@ -6,8 +6,6 @@ The run may be finished, failed or running, and may have no steps and no evaluat
 from __future__ import annotations
 
 import json
-import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +15,7 @@ from typing import Any
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, flatten
 from ray_app.config.sections import FailureSection
-from ray_app.errors import ConfigError
 from ray_app.report.charts import Clock, seconds, start_events
-from ray_app.runlog.endings import RunEnd, metric_key, read_ends
 from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_evaluations
 from ray_app.runlog.history import Course, StepsReader, counted_word, disturbances, goodput, recoveries, world_sizes
 from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
@@ -126,31 +122,12 @@ def read_bad_rows(paths: RunPaths) -> ReportedBadRows:
     return ReportedBadRows([BadRow(**json.loads(data)) for data in first], len(files))
 
 
-logger = logging.getLogger(__name__)
-
 _ENDS = {"finished": "finished", "stopped_early": "stopped early", "interrupted": "interrupted", "run_failed": "failed"}
 _LOST = "driver_lost"
 """Event of the process that has noticed the death of the driver; it has the status of the run."""
 _NOT_SET = "not set"
 _PRIVATE = ("run.", "tracking.")
 """Sections with fields that do not affect the result, or may contain credentials."""
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """The best run that ended before this one began.
-
-    Args:
-        differs: Fields of the configuration with different values: the value of the earlier run and that of this run,
-            as text.
-    """
-
-    name: str
-    value: float
-    step: int
-    summary: dict[str, Any]
-    differs: dict[str, tuple[str, str]]
-    of: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +155,6 @@ class Facts:
     metric: str
     mode: str
     bad_rows: ReportedBadRows
-    earlier: Earlier | None
     made_s: float
 
     @property
@@ -289,14 +265,11 @@ class FactsReader:
 
     def read(self) -> Facts:
         """See `read_facts`."""
-        return read_facts(self.paths, with_earlier=False, reader=self)
+        return read_facts(self.paths, self)
 
 
-def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader | None = None) -> Facts:
+def read_facts(paths: RunPaths, reader: FactsReader | None = None) -> Facts:
     """Reads the facts of a run.
-
-    Args:
-        with_earlier: Whether to find the best run next to it that ended before it began.
 
     Raises:
         ConfigError: The directory is not a run directory, or of another version.
@@ -321,7 +294,6 @@ def read_facts(paths: RunPaths, with_earlier: bool = True, reader: FactsReader |
         metric,
         mode,
         read_bad_rows(paths),
-        _best_earlier(paths, config, metric, mode, _started_s(events)) if with_earlier else None,
         time.time(),
     )
 
@@ -339,38 +311,6 @@ def _end_event(events: list[Event]) -> Event | None:
     return next(
         (e for e in reversed(events) if starts and e.kind in (*_ENDS, _LOST) and e.fence == starts[-1].fence), None
     )
-
-
-def _started_s(events: list[Event]) -> float:
-    return min((event.time_s for event in start_events(events)), default=time.time())
-
-
-def _best_earlier(paths: RunPaths, config: Config, metric: str, mode: str, before_s: float) -> Earlier | None:
-    """Returns the best of the runs next to this one that ended before `before_s`; skips runs that cannot be read."""
-    storage = paths.root.parent
-    key = metric_key(metric)
-    sign = -1 if mode == "max" else 1
-    near = [end for end in read_ends(storage) if end.metric == key and end.run != paths.name]
-    near = [end for end in near if math.isfinite(end.value) and end.ended_s <= before_s]
-    for end in sorted(near, key=lambda end: (sign * end.value, end.ended_s)):
-        other = RunPaths(storage / end.run)
-        try:
-            summary = read_json(other.summary)
-            if RunEnd.from_summary(end.run, summary) == end:
-                differs = _differing_fields(read_config(other, with_defaults=True), config)
-                return Earlier(end.run, end.value, int(summary["best"]["step"]), summary, differs, len(near))
-        except (ConfigError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.debug("%s is not compared with: %s", other.root, error)
-    return None
-
-
-def _differing_fields(theirs: Config, ours: Config) -> dict[str, tuple[str, str]]:
-    their_fields, our_fields = shown_fields(theirs), shown_fields(ours)
-    return {
-        name: (their_fields.get(name, _NOT_SET), our_fields.get(name, _NOT_SET))
-        for name in {**our_fields, **their_fields}
-        if their_fields.get(name) != our_fields.get(name)
-    }
 
 
 def shown_fields(config: Config) -> dict[str, str]:

@@ -31,7 +31,7 @@ from ray_app.report.charts import (
 )
 from ray_app.report.facts import Facts, changed_fields, logical_worker_shares, read_facts, shown_fields
 from ray_app.report.figures import NARROW, WIDE, Figure, cluster_figures, learning_figures
-from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, sizes_text, time_parts
+from ray_app.report.tables import budgets, by_class, counters, happenings, sizes_text, time_parts
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, put_atomic
@@ -85,7 +85,6 @@ def render(facts: Facts, live: Live | None = None) -> str:
             budgets=budgets(facts),
             counters=counters(facts),
             time_parts=time_parts(facts),
-            comparison=comparison(facts),
             fields=changed_fields(facts.config),
             environment=facts.newest.environment if facts.newest else {},
         )

@@ -112,39 +112,6 @@ def happenings(facts: Facts) -> list[tuple[str, str, str]]:
     ]
 
 
-def comparison(facts: Facts) -> list[tuple[str, str, str]]:
-    """Returns rows of name, value of this run and of the best earlier run; empty without one."""
-    earlier = facts.earlier
-    if earlier is None:
-        return []
-    theirs, best = earlier.summary, facts.best
-    digest = facts.digest
-    same = " (equal)" if digest and digest == theirs.get("params_digest") else ""
-    wall_s = (theirs.get("timing") or {}).get("wall_s")
-    ours = f"{best.metrics[facts.metric]:.4f} at step {best.step:,}" if best else "-"
-    return [
-        (f"best {facts.metric}", ours, f"{earlier.value:.4f} at step {earlier.step:,}"),
-        ("parameters", _short(digest) + same, _short(theirs.get("params_digest"))),
-        ("steps", f"{facts.records[-1].step if facts.records else 0:,}", _text(theirs.get("steps"))),
-        ("rows", f"{facts.rows:,}", _text(theirs.get("rows"))),
-        ("wall time", seconds(facts.wall_s), seconds(wall_s) if isinstance(wall_s, (int, float)) else "-"),
-        ("goodput", _percent(facts.goodput), _percent(theirs.get("goodput"))),
-        ("workers", sizes_text(facts.sizes), sizes_text(theirs.get("world_sizes"))),
-    ]
-
-
-def _short(digest: Any) -> str:
-    return str(digest)[:12] if digest else "-"
-
-
-def _text(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else "-"
-
-
-def _percent(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, (int, float)) else "-"
-
-
 def sizes_text(sizes: Any) -> str:
     """Returns world sizes as a text such as `2 → 1 → 2`, shortened in the middle."""
     try:

@@ -10,8 +10,8 @@ It has three parts:
   least 0, non-inferiority by that margin if it is below 0.
 - The scoring of packaged models on the same rows, in one Ray task with the evaluator's resources. A model is scored as
   it is served, from the files of its version in the registry; the directory of its run is not needed.
-- The selection of rows by a hash of their file's content and their position in it: the rows of the gate, and a sample
-  of old rows for training. The same files give the same rows under any name.
+- The selection of rows by a hash of their file's content and their position in it: the rows of the gate, and those by
+  which the best checkpoint is chosen. The same files give the same rows under any name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -396,12 +396,11 @@ def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]
     return {path for path, digest in delivery.items() if digest in digests_before}
 
 
-def select_share(content: str, first: int, rows: int, share: float) -> npt.NDArray[np.bool_]:
-    """Returns a mask, (rows,), of a share, 0 to 1, by the SHA-256 of the file; larger ones contain smaller ones."""
-    is_in_share: npt.NDArray[np.bool_] = (
-        hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64) / 2**64 < share
-    )
-    return is_in_share
+def _chooses(content: str, first: int, rows: int) -> npt.NDArray[np.bool_]:
+    """Returns a mask, (rows,), of the rows of a file that choose the best checkpoint, by the SHA-256 of the file."""
+    hashes = hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64)
+    mask: npt.NDArray[np.bool_] = hashes / 2**64 < _SELECTION_SHARE
+    return mask
 
 
 def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
@@ -412,29 +411,17 @@ def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArra
     """
     file_rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
     return ~np.concatenate(
-        [
-            select_share(delivery[path], 0, count, _SELECTION_SHARE)
-            for path, count in zip(manifest.paths, file_rows.tolist(), strict=True)
-        ]
+        [_chooses(delivery[path], 0, count) for path, count in zip(manifest.paths, file_rows.tolist(), strict=True)]
     )
 
 
-def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> Path:
-    """Writes the evaluation rows by which the best checkpoint is chosen, unless `out` exists; returns `out`."""
-    return write_dataset(dataset, columns, delivery, set(dataset.manifest.paths), _SELECTION_SHARE, out)
+def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> None:
+    """Writes the evaluation rows by which the best checkpoint is chosen, unless `out` exists.
 
-
-def write_dataset(
-    dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float, out: Path
-) -> Path:
-    """Writes a data set of all rows of new files and a share of those of old ones, unless `out` exists; returns `out`.
-
-    Args:
-        fraction: Share of the rows of old files; a hash of the file's content and the row's position chooses them.
-        out: Folder of the new data set; it is renamed into its place when it is complete.
+    `out` is renamed into its place when it is complete.
     """
     if (out / DESCRIPTION).is_file():
-        return out
+        return
     partial, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.scratch")
     # A start that was stopped in the middle has left these folders. The lease of the round lets only one process write.
     for leftover in (partial, scratch):
@@ -442,27 +429,13 @@ def write_dataset(
     partial.mkdir(parents=True)
     limits = _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES
     shards = Shards(partial, "part-00000", scratch, limits, dataset.facts.classes)
-    for table in _iter_tables(dataset, columns, delivery, old, fraction):
-        shards.write(table)
+    first_row = dict[str, int]()
+    for path, first, table in iter_row_groups(dataset, columns):
+        is_written = _chooses(delivery[path], first - first_row.setdefault(path, first), table.num_rows)
+        if is_written.any():
+            shards.write(table.filter(pa.array(is_written)))
     shards.close()
-    made_from = {"files": delivery, "old": sorted(old), "old_fraction": fraction}
-    described = shards.description() | {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": made_from}
-    (partial / DESCRIPTION).write_text(to_json(described, indent=1))
+    facts = {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": {"files": delivery}}
+    (partial / DESCRIPTION).write_text(to_json(shards.description() | facts, indent=1))
     remove_tree(scratch)
     os.rename(partial, out)
-    return out
-
-
-def _iter_tables(
-    dataset: Dataset, columns: list[str], delivery: dict[str, str], old: set[str], fraction: float
-) -> Iterator[pa.Table]:
-    """Yields the rows to write, one table for each row group."""
-    current, first = "", 0
-    for path, _, table in iter_row_groups(dataset, columns):
-        current, first = path, first if path == current else 0
-        is_written = np.ones(table.num_rows, np.bool_)
-        if path in old:
-            is_written = select_share(delivery[path], first, table.num_rows, fraction)
-        first += table.num_rows
-        if is_written.any():
-            yield table.filter(pa.array(is_written))

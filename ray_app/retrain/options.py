@@ -32,9 +32,6 @@ class RetrainSection:
             promoted that is a reason to train, in the metric's own unit; default: none is.
         max_psi: Population stability index of an input column, against the champion's training data, above which its
             drift is a reason to train; default: none is.
-        data: `all` trains on the whole of `data.path`; `new_and_sample` on the files that the champion was not trained
-            on and a sample of the rows of the others.
-        old_fraction: Share of these rows.
         start: `scratch` begins as the seed says, `champion` with the champion's parameters.
         gate_path: Folder (or file) of Parquet that champion and challenger are compared on; default: half of the rows
             of `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a
@@ -61,8 +58,6 @@ class RetrainSection:
     max_age_days: NonNegativeFloat | None = None
     max_drop: NonNegativeFloat | None = None
     max_psi: NonNegativeFloat | None = 0.25
-    data: Literal["all", "new_and_sample"] = "all"
-    old_fraction: Fraction = 0.2
     start: Literal["scratch", "champion"] = "scratch"
     gate_path: str | None = None
     accept_data: str | None = _judging_field(None)
@@ -109,11 +104,6 @@ def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
     if config.train.init_from is not None and section.start == "champion":
         problems.append(
             "train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out."
-        )
-    if section.data == "new_and_sample" and "://" in config.run.storage_path:
-        problems.append(
-            f"retrain.data is new_and_sample, whose rows are written as Parquet below run.storage_path, but that is"
-            f" {config.run.storage_path!r}. Store runs in a folder that all nodes see, or train on all data."
         )
     if section.gate_path is None and "://" in config.run.storage_path:
         problems.append(

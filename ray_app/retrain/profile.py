@@ -14,17 +14,16 @@ that a small delivery raises no alarm.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import torch
 
 from ray_app.data.arrays import fixed_array, is_number, spec_of_field
 from ray_app.data.dataset import Dataset
@@ -129,19 +128,13 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
     return index if index > significant_index else 0.0
 
 
-@functools.cache
 def _chi_squared_quantile(degrees: int) -> float:
-    """Returns the value that a chi-squared variable is below with the probability `_SIGNIFICANT`, by bisection.
+    """Returns the value that a chi-squared variable is below with the probability `_SIGNIFICANT`, to 3 %.
 
-    The first upper bound is that of Laurent and Massart, "Adaptive Estimation of a Quadratic Functional by Model
-    Selection", Annals of Statistics 28 (2000), lemma 1.
+    The cube root is nearly normal: Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 17 (1931).
     """
-    exponent = -math.log(1 - _SIGNIFICANT)
-    low, high = 0.0, degrees + 2 * math.sqrt(degrees * exponent) + 2 * exponent
-    while low < (middle := (low + high) / 2) < high:
-        shape, half = torch.tensor([degrees / 2, middle / 2], dtype=torch.float64)
-        low, high = (middle, high) if torch.special.gammainc(shape, half) < _SIGNIFICANT else (low, middle)
-    return high
+    variance = 2 / (9 * degrees)
+    return degrees * (1 - variance + NormalDist().inv_cdf(_SIGNIFICANT) * math.sqrt(variance)) ** 3
 
 
 def class_shift(now: dict[str, int], before: dict[str, int]) -> float:

@@ -40,21 +40,12 @@ from ray_app.retrain.gate import (
     Decision,
     compare_models,
     decide_promotion,
-    find_old_files,
     score_packages,
-    write_dataset,
     write_selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import ReferenceProfiles, find_problems
-from ray_app.retrain.rounds import (
-    RetrainPaths,
-    Round,
-    add_audit_entry,
-    current_time,
-    open_rounds,
-    read_delivery,
-)
+from ray_app.retrain.rounds import RetrainPaths, Round, add_audit_entry, current_time, open_rounds, read_delivery
 from ray_app.retrain.situation import (
     KEY_TAG,
     Situation,
@@ -65,12 +56,11 @@ from ray_app.retrain.situation import (
     load_champion,
     record_rollbacks,
 )
-from ray_app.runlog.endings import put_summary
 from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_fences
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, register_secrets
-from ray_app.storage.files import read_json, remove_tree
+from ray_app.storage.files import put_json, read_json, remove_tree
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
 
@@ -136,7 +126,7 @@ class Stages:
             job, self._situation.model, self._situation.uri, {KEY_TAG: self._round.key}, first_serves=False
         )
         model = {"name": registered.name, "version": registered.version, "aliases": list(registered.aliases)}
-        put_summary(job.paths, read_json(job.paths.summary) | {"model": model})
+        put_json(job.paths.summary, read_json(job.paths.summary) | {"model": model})
         return {
             "version": registered.version,
             "params_digest": version_of(self._situation.client, registered.name, registered.version).params_digest,
@@ -219,22 +209,14 @@ class Stages:
             "run__name": situation.paths.run_name(situation.inputs.training_key),
             "tracking__registered_model": None,
         }
-        champion_delivery = situation.champion.delivery if situation.champion is not None else None
-        dataset = open_dataset(situation.config.data.path)
-        columns = situation.task.prepare(dataset.facts).columns()
         if situation.section.gate_path is None:
+            columns = situation.task.prepare(open_dataset(situation.config.data.path).facts).columns()
             # It is a local folder: `check_section` refuses other storage here.
             key = digest_json([sorted(situation.delivery.evaluation.items()), columns])
             out = Path(str(situation.paths.selection(key)))
             evaluation_dataset = open_dataset(str(situation.config.data.eval_path))
             write_selection_part(evaluation_dataset, columns, situation.delivery.evaluation, out)
             fields["data__eval_path"] = str(out)
-        if situation.section.data == "new_and_sample" and champion_delivery is not None:
-            old = find_old_files(situation.delivery.train, champion_delivery.train)
-            if set(dataset.manifest.paths) - old and old & set(dataset.manifest.paths):
-                out = Path(str(situation.paths.data(situation.inputs.training_key)))
-                write_dataset(dataset, columns, situation.delivery.train, old, situation.section.old_fraction, out)
-                fields["data__path"] = str(out)
         if situation.section.start == "champion" and situation.champion is not None:
             fields["train__init_from"] = str(situation.champion.write_parameters())
         return situation.config.replace(**fields)

@@ -77,10 +77,6 @@ class RetrainPaths:
         """Folder with one file per stage of a round, each written once."""
         return self.rounds / key
 
-    def data(self, key: str) -> Location:
-        """Folder of the data set that was written for a training key."""
-        return self.root / "data" / key[:_KEY_CHARS]
-
     def selection(self, key: str) -> Location:
         """Folder of the evaluation rows by which the best checkpoint is chosen."""
         return self.root / "data" / f"selection-{key[:_KEY_CHARS]}"
@@ -142,7 +138,7 @@ class Inputs:
     """The inputs of a round, as digests.
 
     Args:
-        config: Digest of the fields that decide the result, and of the choice of rows and initial parameters.
+        config: Digest of the fields that decide the result, and of the choice of initial parameters.
         code: Digest of the source files of the task, the optimizer, the schedule and classes in their arguments, and of
             ray_app.
         judging: Digest of the settings that decide whether data or a model is accepted, and of the gate's data set.
@@ -182,9 +178,7 @@ def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, cha
     """
     config = load_initial_parameters(config, None).config
     fields = result_fields(config, "")
-    fields |= {"retrain.data": section.data, "retrain.start": section.start}
-    if section.data == "new_and_sample":
-        fields["retrain.old_fraction"] = section.old_fraction
+    fields["retrain.start"] = section.start
     judging = section.acceptance_settings() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
     judging |= {"gate": delivery.gate}
     return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)

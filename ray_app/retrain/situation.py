@@ -21,7 +21,7 @@ from typing import Any, Literal
 import safetensors.torch
 
 from ray_app.cluster.resources import cluster
-from ray_app.config.config import Config, default_tracking_uri, digest_json
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
@@ -409,15 +409,9 @@ class Situation:
     @cached_property
     def inputs(self) -> Inputs:
         """The inputs of a round; of the champion only those properties count on which the training depends."""
-        champion_parts = []
-        if self.champion is not None and self.section.start == "champion":
-            champion_parts.append(self.champion.version.params_digest)
-        if self.champion is not None and self.section.data == "new_and_sample":
-            delivery = self.champion.delivery
-            champion_parts.append(delivery.digest if delivery is not None else "")
-        return make_inputs(
-            self.config, self.section, self.delivery, digest_json(champion_parts) if champion_parts else ""
-        )
+        starts_from = self.champion if self.section.start == "champion" else None
+        params_digest = starts_from.version.params_digest if starts_from is not None else ""
+        return make_inputs(self.config, self.section, self.delivery, params_digest)
 
     @property
     def same_data(self) -> bool | None:

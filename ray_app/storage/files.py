@@ -253,17 +253,15 @@ def list_tree(folder: Location, *, temporary: bool = False) -> dict[str, Locatio
     return {name: folder / name for name in sorted(relative_paths)}
 
 
-def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: bytes | None = None) -> list[bytes]:
+def read_all(paths: Iterable[Location], missing: bytes | None = None) -> list[bytes]:
     """Returns the contents of many small files, which are read concurrently from a bucket.
 
     Args:
         paths: The files.
         missing: The content to return for a file that does not exist.
-        denied: The content to return for a file that this user may not read.
 
     Raises:
         FileNotFoundError: A file does not exist, and `missing` is None.
-        PermissionError: A file may not be read, and `denied` is None.
     """
 
     def read(path: Location) -> bytes:
@@ -273,10 +271,6 @@ def read_all(paths: Iterable[Location], missing: bytes | None = None, denied: by
             if missing is None:
                 raise
             return missing
-        except PermissionError:
-            if denied is None:
-                raise
-            return denied
 
     files = list(paths)
     if not any(isinstance(file, ObjectPath) for file in files):

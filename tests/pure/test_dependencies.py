@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -164,25 +163,3 @@ def test_the_locks_have_what_the_requirements_name_with_hashes() -> None:
         lines = [line for line in (ROOT / name).read_text().splitlines() if re.match(r"\w", line)]
         named = {canonicalize_name(pin.name): str(pin.specifier) for pin in map(Requirement, lines)}
         assert named.items() <= lock.items(), name
-
-
-@pytest.mark.parametrize(
-    ("code", "required", "problem"),
-    [
-        ("import torch, os\nfrom ray_app import x", set(), None),
-        ("import markupsafe", set(), None),
-        ("import pytest", set(), "neither a dependency"),
-        ("def f():\n    import not_there_at_all.x", set(), "neither a dependency"),
-        ("import mlflow", {"tracking"}, "only in the extras tracking; import it in the function"),
-        ("def f():\n    from mlflow.entities import Metric", set(), "only in the extras tracking; call `require`"),
-        ("def f():\n    from mlflow.entities import Metric", {"tracking"}, None),
-        ("def f():\n    import torchvision", {"vision"}, None),
-        ("def f():\n    from google.protobuf import json_format", {"tfrecord"}, None),
-        ("if TYPE_CHECKING:\n    import mlflow", {"tracking"}, None),
-        ("def f():\n    try:\n        import torchvision\n    except ImportError:\n        pass", set(), None),
-    ],
-)
-def test_imports_without_a_declared_library_are_reported(code: str, required: set[str], problem: str | None) -> None:
-    problems = [text for imported in imports_in(code) if (text := problem_of(imported, required))]
-    assert len(problems) == (problem is not None)
-    assert problem is None or problem in problems[0]

@@ -20,7 +20,7 @@ import pytest
 
 from ray_app.cli.main import COMMANDS
 from ray_app.version import __version__
-from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks, blocks_in
+from tests.support.pages import EXECUTED, MARKS, PAGES, SHELLS, Block, blocks
 from tests.support.paths import ROOT
 
 _EXISTING_FILES = (
@@ -139,39 +139,6 @@ def test_each_code_block_is_executed_or_has_a_reason() -> None:
     assert {block.page for block in code_blocks if block.is_executed()} == set(EXECUTED), (
         "EXECUTED has a page without anything to execute"
     )
-
-
-@pytest.mark.parametrize(
-    ("comment", "page", "message"),
-    [
-        ("", "docs/new.md", "no test executes this page"),
-        ("<!-- file: a.py -->\n", "docs/new.md", "no test executes this page"),
-        ("<!-- not run: -->\n", "docs/new.md", "is no mark"),
-        ("<!-- never: -->\n", "README.md", "is no mark"),
-        ("<!-- run by: tests/pure/test_docs.py -->\n", "README.md", "no test tests/pure/test_docs.py;"),
-        (
-            "<!-- run by: tests/pure/test_docs.py::problem_of -->\n",
-            "README.md",
-            "no test tests/pure/test_docs.py::problem_of;",
-        ),
-        (
-            "<!-- run by: tests/pure/test_none.py::test_it -->\n",
-            "README.md",
-            "no test tests/pure/test_none.py::test_it;",
-        ),
-        ("", "README.md", None),
-        ("<!-- not run: needs a GPU -->\n", "docs/new.md", None),
-        (
-            "<!-- run by: tests/pure/test_docs.py::test_each_code_block_is_executed_or_has_a_reason -->\n",
-            "docs/new.md",
-            None,
-        ),
-    ],
-)
-def test_a_code_block_without_a_test_is_reported(comment: str, page: str, message: str | None) -> None:
-    [block] = [b for b in blocks_in(f"```text\nbash\n```\n\n{comment}```bash\nls\n```\n", page) if b.is_code()]
-    assert (block.line, block.text) == (5 + bool(comment), "ls\n")
-    assert problem_of(block) is None if message is None else message in str(problem_of(block))
 
 
 def test_the_reference_page_has_each_command() -> None:

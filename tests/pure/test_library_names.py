@@ -7,13 +7,11 @@ in no version of PyTorch once ended every run on a GPU at its first worker.
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from ray_app.cluster import ray_private
 from ray_app.cluster.ray_private import PrivateName
-from tests.support.library_names import LIBRARIES, Names, missing, names
+from tests.support.library_names import LIBRARIES, missing, names
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -40,44 +38,3 @@ def test_a_missing_private_name_of_ray_is_warned_about_once(caplog: pytest.LogCa
     [warning] = caplog.records
     assert "has no ray._private.moved:somewhere_else" in warning.getMessage()
     assert warning.getMessage().endswith(": nothing is known.")
-
-
-def test_names_are_collected_for_each_form_of_import() -> None:
-    text = """
-import torch
-from ray_app.task.keras import library
-import pyarrow.parquet as pq
-import torch.distributed as dist
-from torch import cuda, nn
-from torch.nn import functional as F
-import os
-
-def f(x):
-    from ray.util import scheduling_strategies
-    cuda.Stream(x).wait_stream(cuda.current_stream())
-    os.path.nothing
-    x.torch.nothing
-    getattr(torch.backends.cudnn, "conv")
-    getattr(torch, "perhaps", None)
-    keras = library.import_keras()
-    keras.layers.Dense(library.import_keras().config.floatx())
-    return F.relu(pq.read_table(x)), dist.ReduceOp.SUM, torch._C._cuda_getDriverVersion(), nn.Nothing().parameters
-"""
-    collected = Names(ast.parse(text)).first_lines
-    assert set(collected) == {
-        *("torch", "torch.cuda", "torch.nn", "pyarrow.parquet", "torch.distributed", "torch.nn.functional"),
-        *(
-            "ray.util.scheduling_strategies",
-            "torch.cuda.Stream",
-            "torch.cuda.current_stream",
-            "torch.backends.cudnn.conv",
-        ),
-        *(
-            "torch.backends.cudnn",
-            "torch.nn.functional.relu",
-            "pyarrow.parquet.read_table",
-            "torch.distributed.ReduceOp.SUM",
-        ),
-        *("torch._C._cuda_getDriverVersion", "torch.nn.Nothing", "keras.layers.Dense", "keras.config.floatx"),
-    }
-    assert set(missing(dict.fromkeys(collected, "here"))) == {"torch._C._cuda_getDriverVersion", "torch.nn.Nothing"}

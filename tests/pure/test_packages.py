@@ -8,8 +8,6 @@ import ast
 import re
 from functools import cache
 
-import pytest
-
 from docs.picture import PICTURE, svg
 from tests.support.library_names import Names, dotted_name
 from tests.support.paths import ROOT
@@ -37,23 +35,6 @@ def private_names(code: str) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(node.value)
     return set(filter(is_private, names))
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("from ray._raylet import node", {"ray._raylet.node"}),
-        ("def f():\n    import ray.train.v2._internal.util", {"ray.train.v2._internal.util"}),
-        ("from ray import _private, get", {"ray._private"}),
-        ("import ray\nfrom ray.train import RunConfig\nfrom rayon._x import y", set()),
-        ("import ray\nray._private.state.state.get_nodes()", {"ray._private.state.state.get_nodes"}),
-        ("import ray\nray.nodes()[0]._x\nray.__version__\nmine.ray._x", set()),
-        ("resolve_name('ray._raylet:Config.initialize')", {"ray._raylet:Config.initialize"}),
-        ("logger('ray._private.utils')\n'Of `ray._private.utils` nothing is used.'", {"ray._private.utils"}),
-    ],
-)
-def test_private_names_of_ray_are_recognized(code: str, expected: set[str]) -> None:
-    assert private_names(code) == expected
 
 
 @cache
@@ -100,20 +81,6 @@ def private_torch_names(code: str) -> set[str]:
             r"(?<!self)\._(?:local_tensor|unsharded_param|param_fqn|version|buffers|get_backend|fsdp\w*)\b", code
         )
     )
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"),
-    [
-        ("from torch.utils._pytree import tree_leaves", {"torch.utils._pytree.tree_leaves"}),
-        ("import torch.distributed as dist\ndist._x.y()", {"torch.distributed._x.y"}),
-        ("import torch\ntorch._foreach_norm([])", {"torch._foreach_norm"}),
-        ("def f(x):\n    return x._version", {"._version"}),
-        ("import torch\nprint(torch.__version__)\nself._group._version_of()", set()),
-    ],
-)
-def test_private_names_of_torch_are_recognized(code: str, expected: set[str]) -> None:
-    assert private_torch_names(code) == expected
 
 
 def test_private_names_of_torch_are_only_in_one_module() -> None:

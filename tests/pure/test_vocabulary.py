@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Names that say how a value was obtained and not what it is.
@@ -84,9 +82,7 @@ PHRASES = {
     r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
 ANY_PHRASE = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES))
-EXCEPTIONS: dict[str, str] = {
-    "ray_app/retrain/gate.py: least_drop": "a key of the audit record",
-}
+EXCEPTIONS: dict[str, str] = {"ray_app/retrain/gate.py: least_drop": "a key of the audit record"}
 """Names and phrases that are allowed, as `FILE: NAME` or `FILE: PHRASE`, with the reason."""
 
 
@@ -231,15 +227,6 @@ def test_each_class_name_is_used_once() -> None:
 def test_each_class_name_of_the_test_support_is_used_once() -> None:
     """Test modules may repeat the names of their classes, since no other module imports these."""
     assert repeated_classes(files_below("tests/support", "tests/conftest.py")) == []
-
-
-def test_repeated_names_of_private_and_nested_classes_are_reported(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
-    (tmp_path / "a.py").write_text("class _Form: ...\nclass Other: ...\n")
-    (tmp_path / "b.py").write_text("class Outer:\n    class _Form: ...\n")
-    assert repeated_classes([tmp_path / "a.py", tmp_path / "b.py"]) == ["the class '_Form' is in a.py:1, b.py:2"]
 
 
 if __name__ == "__main__":

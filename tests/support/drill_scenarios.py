@@ -7,14 +7,14 @@ import random
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ray_app import load_config
 from ray_app.drill.faults import Evidence
 from ray_app.drill.scenario import ScenarioContext, ScenarioResult
-from ray_app.runlog.journal import MetricsWriter, StepRecord
+from ray_app.runlog.journal import StepRecord, put_segment
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
 from tests.support.paths import ROOT
@@ -23,30 +23,18 @@ SUMMARY: dict[str, Any] = {"status": "finished", "params_digest": "d", "rows": 8
 
 
 def make_step_record(step: int, **fields: Any) -> StepRecord:
-    values = {
-        "step": step,
-        "epoch": 0,
-        "time_s": 100.0 + step,
-        "loss": 1.0 / step,
-        "lr": 0.1,
-        "grad_norm": 1.0,
-        "step_ms": 1000.0,
-    }
-    return StepRecord(
-        **(
-            values
-            | {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
-            | fields
-        )
-    )
+    record = StepRecord(step, 0, 100.0 + step, 1.0 / step, 0.1, 1.0, 1000.0, 0.0, 2, [1, 1], [5, 6], "1.1")
+    return replace(record, **fields)
+
+
+def write_records(root: Path, records: list[StepRecord]) -> RunPaths:
+    put_segment(RunPaths(root), 1, records)
+    return RunPaths(root)
 
 
 def make_result(root: Path, evidence: dict[str, Any], records: list[StepRecord], **summary: Any) -> ScenarioResult:
-    writer = MetricsWriter(RunPaths(root), 1)
-    for step_record in records:
-        writer.add(step_record)
-    writer.close()
-    return ScenarioResult(RunPaths(root), SUMMARY | {"world_sizes": [[0, 2]]} | summary, evidence)
+    paths = write_records(root, records) if records else RunPaths(root)
+    return ScenarioResult(paths, SUMMARY | {"world_sizes": [[0, 2]]} | summary, evidence)
 
 
 def scenario_context(folder: Path, workers: int = 2, **fields: Any) -> ScenarioContext:

@@ -130,13 +130,25 @@ class CustomTrainingStep(ImageClassification):
 
 
 def make_job(
-    folder: Path, data: Path, *, logical_workers: int, batch: int, task: Task | None = None, **fields: Any
+    folder: Path,
+    data: Path,
+    *,
+    logical_workers: int = 4,
+    batch: int = 12,
+    task: Task | None = None,
+    every: int | None = None,
+    **fields: Any,
 ) -> Job:
-    """Returns the job of a run in `folder` over the images in `data`; `fields` as for `Config.replace`."""
-    defaults = {
+    """Returns the job of a run in `folder` over the images in `data`; `fields` as for `Config.replace`.
+
+    With `every` it has two epochs, and a checkpoint after every so many steps.
+    """
+    defaults: dict[str, Any] = {
         "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
         "data__shuffle_window_rows": batch,
     }
+    if every is not None:
+        defaults |= {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": every}
     config = Config().replace(
         task__class_path="ray_app.task.image.ImageClassification",
         scaling__max_workers=logical_workers,

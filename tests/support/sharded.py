@@ -5,22 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import nn
 
 from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun
 from ray_app.train.job import Job
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.05}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # The last step has one row.
-    return write_images(tmp_path_factory.mktemp("fsdp") / "data", [[50, 1], [46]])
 
 
 class Units(ImageClassification):

@@ -76,10 +76,7 @@ def test_every_job_is_a_command() -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("arguments", "started"),
-    [
-        ([], "runpy.run_path('jobs/report.py', run_name='__main__')"),
-        (["report"], "sys.exit(run())"),
-    ],
+    [([], "runpy.run_path('jobs/report.py', run_name='__main__')"), (["report"], "sys.exit(run())")],
 )
 def test_a_process_exits_before_the_interpreter_shuts_down(arguments: list[str], started: str) -> None:
     """A thread that runs C++ code during the shutdown can abort the process, which loses the command's exit code."""

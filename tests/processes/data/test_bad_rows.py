@@ -36,11 +36,6 @@ from tests.support.local_world import CPU, feed_of, write_images
 ROWS = [[50, 1], [46]]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("bad") / "data", ROWS)
-
-
 # --- decoding
 
 

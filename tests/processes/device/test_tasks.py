@@ -49,7 +49,7 @@ def test_a_task_is_bit_identical_on_one_and_two_devices(
     device_pool: WorkerPool, data: Path, tmp_path: Path, make_task: Callable[[], Task]
 ) -> None:
     optimizer: dict[str, Any] = {} if make_task is keras_task else {"optimizer": {"class_path": TASK_OPTIMIZER}}
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=make_task(), train__epochs=2, **optimizer)
+    job = make_job(tmp_path / "run", data, task=make_task(), train__epochs=2, **optimizer)
     one, two = (device_run(device_pool, job, workers, stream_windows) for workers in (1, 2))
     assert (two.digests, two.steps) == (one.digests, one.steps)
 
@@ -71,7 +71,7 @@ def predict(rank: int, store: Path, data: Path, folder: Path, is_exported: bool)
     from ray_app.task.ragged import to_batch
     from tests.device.sim import DEVICE, SIM
 
-    job = make_job(folder / "run", data, logical_workers=4, batch=12)
+    job = make_job(folder / "run", data)
     model = job.task.build_model().eval()
     arrays = load_all(fetch_in_process, job.source).arrays
     state = dict(model.state_dict())

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ray_app import load_config
 from ray_app.cli.drill import DrillSection, choose_scenarios, main, make_drill_config
 from ray_app.config.config import Config
 from ray_app.drill import process_scenarios
@@ -38,46 +35,26 @@ from ray_app.drill.certificate import (
 )
 from ray_app.drill.faults import DelayPlan, Evidence, Freeze, Kill, KillJoiningWorker, Slow
 from ray_app.drill.process_scenarios import evaluator, kill
-from ray_app.drill.scenario import Scenario, ScenarioContext, ScenarioResult, kill_stopped_processes
+from ray_app.drill.scenario import Scenario, ScenarioResult, kill_stopped_processes
 from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
-from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
+from ray_app.runlog.journal import put_event
 from ray_app.runlog.lease import LeaseHolder
 from ray_app.runlog.paths import RunPaths
-from tests.support.drill_scenarios import scenario_context
+from tests.support.drill_scenarios import (
+    evidence_of_dead_process,
+    make_step_record,
+    scenario_context,
+    write_records,
+)
+from tests.support.jobs import digits_config
 from tests.support.paths import ROOT
 
 SUMMARY = {
-    "status": "finished",
-    "params_digest": "d",
-    "rows": 8,
-    "world_sizes": [[0, 2]],
-    "redone_steps": 0,
+    **{"status": "finished", "params_digest": "d", "rows": 8, "world_sizes": [[0, 2]], "redone_steps": 0},
     "recovery_s": [0.1],
 }
-
-
-def record(step: int, **fields: Any) -> StepRecord:
-    values = {
-        "step": step,
-        "epoch": 0,
-        "time_s": 100.0 + step,
-        "loss": 1.0,
-        "lr": 0.1,
-        "grad_norm": 1.0,
-        "step_ms": 1000.0,
-    }
-    more = {"data_wait_ms": 0.0, "workers": 2, "rows": [1, 1], "row_hash": [5, 6], "generation": "1.1"}
-    return StepRecord(**(values | more | fields))
-
-
-def write_records(root: Path, records: list[StepRecord]) -> RunPaths:
-    paths = RunPaths(root)
-    writer = MetricsWriter(paths, 1)
-    for step_record in records:
-        writer.add(step_record)
-    writer.close()
-    return paths
+record = partial(make_step_record, loss=1.0)
 
 
 def trace(**fields: Any) -> Trace:
@@ -89,21 +66,13 @@ def trace(**fields: Any) -> Trace:
 @pytest.fixture
 def dead_process() -> dict[str, Any]:
     """The entry of an ended process in the evidence."""
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
-    ended = asdict(LeaseHolder.here()) | {"pid": process.pid, "pid_ticks": 1}
-    process.wait()
-    return ended
+    return evidence_of_dead_process()
 
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Scenario, RunPaths]:
     """A kill at step 2, and the records of a run that equal `trace()`."""
-    config = load_config(ROOT / "conf" / "digits.yaml", run__storage_path=str(tmp_path), run__name="kill")
-    evidence = Evidence(str(tmp_path / "evidence"))
-    ground = ScenarioContext(
-        config, 2, 6, 3, 1, evidence, random.Random(0), None, lambda *_: pytest.fail("it runs nothing")
-    )
-    scenario = kill(ground)
+    scenario = kill(replace(scenario_context(tmp_path), total_steps=6, steps_per_epoch=3, checkpoint_every=1))
     assert isinstance(scenario, Scenario)
     return scenario, write_records(tmp_path / "kill", [record(step) for step in (1, 2, 3, 4)])
 
@@ -335,22 +304,14 @@ def test_the_help_and_the_page_name_all_scenarios(capsys: pytest.CaptureFixture[
 
 
 @pytest.fixture
-def digits_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
-    def make(**fields: Any) -> Config:
-        paths = {
-            "data__path": str(digits / "train"),
-            "data__eval_path": str(digits / "eval"),
-            "run__storage_path": str(tmp_path / "runs"),
-        }
-        return load_config(ROOT / "conf" / "digits.yaml", **paths, **fields)
-
-    return make
+def make_config(digits: Path, tmp_path: Path) -> Callable[..., Config]:
+    return partial(digits_config, digits, tmp_path / "runs")
 
 
 def test_the_drill_changes_only_fields_without_effect_on_parameters(
-    digits_config: Callable[..., Config], tmp_path: Path
+    make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    config = digits_config(scaling__max_workers=4, scaling__logical_workers=4)
+    config = make_config(scaling__max_workers=4, scaling__logical_workers=4)
     drilled = make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
     assert drilled.replace(train__max_steps=None).train == config.train
     assert (drilled.task, drilled.optimizer, drilled.schedule, drilled.data, drilled.seed) == (
@@ -363,7 +324,7 @@ def test_the_drill_changes_only_fields_without_effect_on_parameters(
     assert drilled.checkpoint.every_steps == 5
     assert Path(drilled.run.storage_path).parent == tmp_path / "drills"
     assert (
-        make_drill_config(digits_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
+        make_drill_config(make_config(evaluate__patience=2), DrillSection(), starts_cluster=True).evaluate.patience
         is None
     )
     with pytest.raises(ConfigError, match=r"would have 19 steps; a drill needs 20\. Raise drill\.max_steps"):
@@ -382,30 +343,12 @@ def test_the_drill_changes_only_fields_without_effect_on_parameters(
     ],
 )
 def test_the_drill_refuses_runs_that_are_not_bit_identical(
-    digits_config: Callable[..., Config], fields: dict[str, Any], problem: str
+    make_config: Callable[..., Config], fields: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        make_drill_config(digits_config(**fields), DrillSection(), starts_cluster=True)
+        make_drill_config(make_config(**fields), DrillSection(), starts_cluster=True)
 
 
-def test_there_is_no_evaluator_to_kill_when_workers_evaluate(
-    digits_config: Callable[..., Config], tmp_path: Path
-) -> None:
-    config = digits_config(evaluate__where="workers")
-    ground = ScenarioContext(
-        config,
-        2,
-        40,
-        20,
-        5,
-        Evidence(str(tmp_path / "evidence")),
-        random.Random(0),
-        None,
-        lambda *_: pytest.fail("it runs nothing"),
-    )
-    assert evaluator(ground) == "there is no evaluator with evaluate.where workers"
-
-
-def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config", str(ROOT / "conf" / "digits.yaml"), "--drill.scenarios", "kill,foo"]) == 2
-    assert "'foo' is not a scenario. There are kill, kill_twice" in capsys.readouterr().err
+def test_there_is_no_evaluator_to_kill_when_workers_evaluate(tmp_path: Path) -> None:
+    context = scenario_context(tmp_path, evaluate__where="workers")
+    assert evaluator(context) == "there is no evaluator with evaluate.where workers"

@@ -133,10 +133,7 @@ def test_a_partition_without_dropped_packets_is_not_confirmed(tmp_path: Path) ->
     lone = {"connections": ["a"], "rendezvous_connections": 1, "process": asdict(LeaseHolder.here())}
     assert scenario.confirm(
         replace(run, evidence=evidence | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
-    ) == [
-        "no connection to another worker was cut",
-        "the worker still lives and is not one of them again",
-    ]
+    ) == ["no connection to another worker was cut", "the worker still lives and is not one of them again"]
 
 
 def test_a_half_open_connection_is_confirmed_by_a_stalled_step(tmp_path: Path) -> None:

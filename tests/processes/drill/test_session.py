@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ray_app import load_config
 from ray_app.cli.drill import DrillSection, make_drill_config
 from ray_app.cluster.resources import ClusterCapacity
 from ray_app.config.config import Config
@@ -24,19 +23,13 @@ from ray_app.drill.session import SCENARIOS
 from ray_app.errors import ConfigError
 from ray_app.storage.files import read_json
 from tests.support.drill_scenarios import SUMMARY
-from tests.support.paths import ROOT
+from tests.support.jobs import digits_config
 
 
 @pytest.fixture
 def short_drill(digits: Path, tmp_path: Path) -> Config:
-    paths = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": str(digits / "eval"),
-        "run__storage_path": str(tmp_path / "runs"),
-    }
-    return make_drill_config(
-        load_config(ROOT / "conf" / "digits.yaml", **paths), DrillSection(max_steps=40), starts_cluster=True
-    )
+    config = digits_config(digits, tmp_path / "runs")
+    return make_drill_config(config, DrillSection(max_steps=40), starts_cluster=True)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def inject_deaths(case: str, folder: Path, deaths: int) -> Counter[str]:
             "checkpoint__every_steps": 3,
             "train__strategy": strategy,
         }
-        job = make_job(folder / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **settings)
+        job = make_job(folder / name, data, task=TinyImages(), **fields, **settings)
         campaign = Campaign(folder / f"{name}-groups", seed, job, workers, windows)
         campaign.run(faults)
         return job, campaign.deaths
@@ -84,7 +84,7 @@ def test_losses_with_parameter_servers_leave_the_result_bit_identical(
     def run(name: str, seed: int, max_losses: int) -> Job:
         fields = {"train__epochs": 12, "checkpoint__every_epochs": None, "checkpoint__every_steps": 3}
         servers = {"train__strategy": "parameter_server", "train__servers": 2}
-        job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields, **servers)
+        job = make_job(tmp_path / name, data, task=TinyImages(), **fields, **servers)
         fired.update(run_served_campaign(job, seed, 3, max_losses))
         return job
 

@@ -203,7 +203,7 @@ def test_a_transient_storage_error_at_the_end_does_not_fail_a_run(
         raise OSError("away")
 
     monkeypatch.setattr("ray_app.driver.run.put_event", fail_once(put_event, lambda: False))
-    monkeypatch.setattr("ray_app.runlog.endings.put_json", fail_once(put_json, raise_error))
+    monkeypatch.setattr("ray_app.driver.run.put_json", fail_once(put_json, raise_error))
     result = run_training(
         make_short_config(train__strategy="single", scaling__max_workers=1, scaling__logical_workers=1)
     )

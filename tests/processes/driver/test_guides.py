@@ -31,8 +31,7 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("name", "parameters", "min_accuracy"),
-    [("mnist_dense", 269_322, 0.9), ("mnist_cnn", 2_770_634, 0.2)],
+    ("name", "parameters", "min_accuracy"), [("mnist_dense", 269_322, 0.9), ("mnist_cnn", 2_770_634, 0.2)]
 )
 def test_the_network_of_a_guide_learns(
     mnist: Path, tmp_path: Path, name: str, parameters: int, min_accuracy: float

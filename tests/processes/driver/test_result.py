@@ -9,32 +9,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from ray_app import ingest_arrays, load_config, run_training
+from ray_app import ingest_arrays, run_training
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError, DataError
 from tests.support.ingest_inputs import read_columns
-from tests.support.paths import ROOT
+from tests.support.jobs import digits_config
 
 
 @pytest.fixture(scope="module")
 def result(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    fields = {
-        "train__strategy": "single",
-        "evaluate__where": "workers",
-        "tracking__enabled": False,
-        "schedule": None,
-        "train__epochs": 2,
-    }
-    paths = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": str(digits / "eval"),
-        "checkpoint__every_epochs": 1,
-    }
-    storage = str(tmp_path_factory.mktemp("runs"))
-    return run_training(
-        load_config(ROOT / "conf" / "digits.yaml", **fields, **paths, run__storage_path=storage),
-        Console(file=StringIO()),
-    )
+    fields = {"train__strategy": "single", "evaluate__where": "workers", "schedule": None, "train__epochs": 2}
+    config = digits_config(digits, tmp_path_factory.mktemp("runs"), **fields, checkpoint__every_epochs=1)
+    return run_training(config, Console(file=StringIO()))
 
 
 def test_a_result_evaluates_to_the_metrics_of_the_run(digits: Path, result: Result) -> None:

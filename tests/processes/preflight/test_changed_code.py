@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -11,11 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from ray_app import compare_runs, load_config, run_training
+from ray_app import compare_runs, run_training
 from ray_app.errors import RunExistsError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
-from tests.support.paths import ROOT
+from tests.support.jobs import digits_config
 
 TASK = """
 from ray_app.task.image import ImageClassification
@@ -33,18 +34,10 @@ def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, mon
     task.write_text(TASK)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    common = {
-        "task__class_path": "changing_task.Changing",
-        "data__path": str(digits / "train"),
-        "data__eval_path": None,
-        "run__storage_path": str(tmp_path / "runs"),
-        "schedule": None,
-        "train__strategy": "single",
-        "train__max_steps": 1,
-        "tracking__enabled": False,
-    }
+    common = {"task__class_path": "changing_task.Changing", "data__eval_path": None, "schedule": None}
+    make = partial(digits_config, digits, tmp_path / "runs", **common, train__strategy="single", train__max_steps=1)
     output = StringIO()
-    config = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="one")
+    config = make(run__name="one")
     run_training(config, Console(file=output, width=200))
     assert "other code" not in output.getvalue()
 
@@ -68,7 +61,7 @@ def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, mon
     values = yaml.safe_load((tmp_path / "runs" / "one" / "config.yaml").read_text())
     assert values["optimizer"]["init_args"]["betas"] == [0.9, 0.999]
     assert values["task"]["init_args"]["label_smoothing"] == 0.0
-    other = load_config(ROOT / "conf" / "digits.yaml", **common, run__name="two", optimizer__init_args__lr=0.001)
+    other = make(run__name="two", optimizer__init_args__lr=0.001)
     compared = compare_runs([result.path, run_training(other, Console(file=output)).path]).rows
     assert [row["optimizer.init_args.lr"] for row in compared] == ["0.003", "0.001"]
     assert other.optimizer.init_args == {"weight_decay": 0.0001}, (

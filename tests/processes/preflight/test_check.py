@@ -13,6 +13,7 @@ import ray
 
 from ray_app import check_task, load_config
 from ray_app.cli.check import main
+from tests.support.jobs import digits_config
 from tests.support.paths import ROOT
 from tests.support.task_checks import TOPICS
 
@@ -24,14 +25,8 @@ def check_mistake(digits: Path, tmp_path: Path) -> Callable[[str], dict[str, tup
     """Checks a task with one mistake; returns level and text by topic."""
 
     def check(mistake: str) -> dict[str, tuple[str, str]]:
-        config = load_config(
-            ROOT / "conf" / "digits.yaml",
-            task={"class_path": "tests.support.impure_tasks.Impure", "init_args": {"mistake": mistake}},
-            data__path=str(digits / "train"),
-            data__eval_path=str(digits / "eval"),
-            run__storage_path=str(tmp_path / "runs"),
-        )
-        outcome = check_task(config)
+        task = {"class_path": "tests.support.impure_tasks.Impure", "init_args": {"mistake": mistake}}
+        outcome = check_task(digits_config(digits, tmp_path / "runs", task=task))
         assert outcome.ok == all(finding.level in ("ok", "warning") for finding in outcome.findings)
         return {finding.topic: (finding.level, finding.text) for finding in outcome.findings}
 
@@ -69,7 +64,6 @@ def test_the_digits_pass_every_check(
         "normalization",
         "rare rows",
         "batches",
-        "evaluation time",
         "metrics",
         "optimizer",
         "schedule",
@@ -129,11 +123,9 @@ def test_a_failed_check_names_the_mistake(
 
 
 def test_a_reducer_that_keeps_something_for_the_next_step_is_named(digits: Path, tmp_path: Path) -> None:
-    config = load_config(
-        ROOT / "conf" / "digits.yaml",
-        data__path=str(digits / "train"),
-        data__eval_path=str(digits / "eval"),
-        run__storage_path=str(tmp_path / "runs"),
+    config = digits_config(
+        digits,
+        tmp_path / "runs",
         train__reducer="tests.support.own_reducer.Warmup",
         # Without its fraction of the gradient, Adam would make the same step.
         optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},

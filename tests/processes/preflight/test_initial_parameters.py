@@ -15,7 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from ray_app import load_config
 from ray_app.checkpoint.format import Snapshot, pack, params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, result_fields
@@ -28,18 +27,13 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks
 from ray_app.train.state.state import TrainingState
 from tests.support.checkpoints import commit_of
+from tests.support.jobs import digits_config
 from tests.support.local_world import TinyImages, make_job, write_images
-from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def base_config(digits: Path, tmp_path: Path) -> Config:
-    fields: dict[str, Any] = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": None,
-        "run__storage_path": str(tmp_path / "runs"),
-    }
-    return load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
+    return digits_config(digits, tmp_path / "runs", run__name="run", data__eval_path=None)
 
 
 def write_parameters(task: Task, path: Path, seed: int = 5) -> dict[str, torch.Tensor]:
@@ -72,11 +66,7 @@ def test_a_run_begins_with_the_parameters_of_the_file(base_config: Config, tmp_p
 @pytest.mark.rest
 @pytest.mark.parametrize(
     "fields",
-    [
-        {},
-        {"train__strategy": "local_sgd", "train__local_steps": 2},
-        {"train__strategy": "central_storage"},
-    ],
+    [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}, {"train__strategy": "central_storage"}],
     ids=str,
 )
 def test_a_resumed_run_does_not_read_the_initial_parameters(
@@ -126,10 +116,7 @@ def test_the_folder_of_an_export_names_its_parameters(base_config: Config, tmp_p
     assert job.config.train.init_digest == params_digest(state)
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["run", "checkpoint", "state dict", "Lightning", "DataParallel", "folder"],
-)
+@pytest.mark.parametrize("source", ["run", "checkpoint", "state dict", "Lightning", "DataParallel", "folder"])
 def test_a_run_begins_with_another_run_or_a_file_of_other_tools(
     source: str, base_config: Config, tmp_path: Path
 ) -> None:

@@ -11,27 +11,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ray_app import load_config, run_training
+from ray_app import run_training
 from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.lease import acquire_lease
-from tests.support.paths import ROOT
+from tests.support.jobs import digits_config
 
 STEPLR = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 5, "gamma": 0.5}}
 
 
 def config_of(digits: Path, storage: Path, **fields: Any) -> Config:
-    common = {
-        "train__strategy": "single",
-        "train__steps_per_epoch": 3,
-        "train__ema_decay": 0.9,
-        "tracking__enabled": False,
-        "schedule": STEPLR,
-    }
-    paths = {"data__path": str(digits / "eval"), "data__eval_path": None, "run__storage_path": str(storage)}
-    return load_config(ROOT / "conf" / "digits.yaml", **(common | paths | fields))
+    common = {"train__strategy": "single", "train__steps_per_epoch": 3, "train__ema_decay": 0.9, "schedule": STEPLR}
+    paths = {"data__path": str(digits / "eval"), "data__eval_path": None}
+    return digits_config(digits, storage, **(common | paths | fields))
 
 
 def train(config: Config, **fields: Any) -> Result:

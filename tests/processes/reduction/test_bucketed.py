@@ -22,16 +22,11 @@ from ray_app.testing import WorkerPool
 from ray_app.train.build import build_reducer
 from ray_app.train.membership import GenerationInfo
 from ray_app.train.process_group import ProcessGroup, _list_sockets
-from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
+from tests.support.local_world import LocalMembership, TinyImages, make_job
 from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
 SMALL_MB = 0.001
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("ddp") / "data", [[50, 1], [46]])
 
 
 def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
@@ -41,9 +36,7 @@ def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
     assert len(_split_into_buckets(parameters, 8 << 20, 8 << 20)) == 1
     assert len(_split_into_buckets(parameters, *[int(SMALL_MB * (1 << 20))] * 2)) > 1
     runs = [
-        worker_pool.train_new_run(
-            make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__bucket_mb=mb), size
-        )
+        worker_pool.train_new_run(make_job(tmp_path / "run", data, task=TinyImages(), train__bucket_mb=mb), size)
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
     ]
     assert runs[0].digests == runs[1].digests

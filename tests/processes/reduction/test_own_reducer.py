@@ -27,7 +27,7 @@ def test_the_reducer_of_the_documentation_is_bit_identical_on_any_workers(
     fields: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_steps": 4, "train__grad_clip_norm": 0.5}
 
     def job_of(name: str, reducer: str | None) -> Job:
-        return make_job(tmp_path / name, data, logical_workers=4, batch=12, train__reducer=reducer, **fields)
+        return make_job(tmp_path / name, data, train__reducer=reducer, **fields)
 
     job = job_of("own", REDUCER)
     alone = worker_pool.train_new_run(job, 1, cache_windows)

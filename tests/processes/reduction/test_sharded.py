@@ -33,10 +33,8 @@ from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, data, fsdp_job
+from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
-
-__all__ = ["data"]
 
 
 class OwnUnits(CustomTrainingStep, Units):

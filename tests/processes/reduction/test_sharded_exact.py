@@ -16,10 +16,8 @@ from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, data, fsdp_job
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
-
-__all__ = ["data"]
 
 WITH_AVERAGE = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
 

@@ -27,7 +27,7 @@ from ray_app.data import dataset as dataset_module
 from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError, RunHeldError
-from ray_app.retrain.gate import write_dataset
+from ray_app.retrain.gate import write_selection_part
 from ray_app.retrain.profile import profile_dataset
 from ray_app.retrain.rounds import read_delivery
 from ray_app.retry import Retry
@@ -410,14 +410,7 @@ CheckpointStore(RunPaths(to_location(sys.argv[1]))).write(pack(snapshot_of(4, 3 
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    "at",
-    [
-        "model.safetensors.*partNumber=2",
-        "training.pt",
-        "COMMIT.json",
-    ],
-)
+@pytest.mark.parametrize("at", ["model.safetensors.*partNumber=2", "training.pt", "COMMIT.json"])
 def test_a_writer_killed_midway_commits_nothing(
     store: CheckpointStore, paths: RunPaths, s3_server: S3Server, at: str
 ) -> None:
@@ -483,8 +476,8 @@ def test_retraining_reads_data_on_s3_like_data_on_a_disk(
         config = Config().replace(data__path=str(root / "train"), data__eval_path=str(root / "eval"))
         files = read_delivery(config, tmp_path / "memory" / str(len(results)))
         dataset = open_dataset(config.data.path)
-        old = {path for path in files.train if path.endswith("a.parquet")}
-        out = write_dataset(dataset, ["x", "label"], files.train, old, 0.3, tmp_path / f"out-{len(results)}")
+        out = tmp_path / f"out-{len(results)}"
+        write_selection_part(dataset, ["x", "label"], files.train, out)
         results.append(
             (files, profile_dataset(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest)
         )

@@ -23,18 +23,13 @@ from ray_app.task.lightning import LightningTask
 from ray_app.task.metrics import combine, score
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import CPU, make_job, write_images
+from tests.support.local_world import CPU, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 MODULES = "tests.support.lightning_modules."
 MODULE_OPTIMIZER: dict[str, Any] = {"optimizer": {"class_path": TASK_OPTIMIZER}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("lightning") / "data", [[50, 1], [46]])
 
 
 def task_of(module: str = "Good", **init_args: Any) -> LightningTask:

@@ -71,7 +71,7 @@ def init_args(folder: Path) -> dict[str, Any]:
 
 def job_of(folder: Path, data: dict[str, Any], weights: Path, **fields: Any) -> Job:
     task = ModuleTask(**init_args(weights))
-    return make_job(folder, data["path"], logical_workers=4, batch=12, task=task, data__by_length="tokens", **fields)
+    return make_job(folder, data["path"], task=task, data__by_length="tokens", **fields)
 
 
 @pytest.mark.rest

@@ -20,17 +20,12 @@ from ray_app.task.user_loop import LoopTask
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from tests.support.campaign import Campaign
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.task_checks import all_ok, levels
 
 SCRIPTS = "tests.support.loop_scripts."
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("loop") / "data", [[50, 1], [46]])
 
 
 def arguments(evaluate: str = "loss_and_accuracy", **settings: Any) -> dict[str, Any]:
@@ -41,7 +36,7 @@ def arguments(evaluate: str = "loss_and_accuracy", **settings: Any) -> dict[str,
 def job_of(folder: Path, data: Path, variant: str = "", log_file: Path | None = None, **fields: Any) -> Job:
     task = LoopTask(**arguments(variant=variant, log_file=str(log_file) if log_file else None))
     fields = {"optimizer": {"class_path": TASK_OPTIMIZER}, "train__epochs": 2, **fields}
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
+    return make_job(folder, data, task=task, **fields)
 
 
 def test_a_loop_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(

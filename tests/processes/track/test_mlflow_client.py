@@ -205,11 +205,7 @@ def test_a_late_tracker_adds_missing_entries_and_changes_none(run: RecordedRun) 
         mlflow_run.data.tags["commit"],
         mlflow_run.data.tags["more"],
         mlflow_run.data.params["scaling.max_workers"],
-    ) == (
-        "a",
-        "c",
-        "2",
-    )
+    ) == ("a", "c", "2")
     assert not [name for name in mlflow_run.data.tags if "resumed_with" in name]
     [logged] = mlflow_run.inputs.dataset_inputs
     assert (logged.dataset.name, logged.dataset.digest) == ("digits/train", "d" * 36)

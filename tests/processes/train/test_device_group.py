@@ -198,10 +198,7 @@ def test_training_on_a_device_group_is_bit_identical_to_gloo(worker_pool: Worker
     data = write_images(tmp_path / "data", [[20, 13]])
     for backend in ("gloo", BACKEND):
         (tmp_path / backend).mkdir()
-    jobs = [
-        make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=1)
-        for name in ("gloo", BACKEND)
-    ]
+    jobs = [make_job(tmp_path / name, data, task=TinyImages(), train__epochs=1) for name in ("gloo", BACKEND)]
     for job, backend in zip(jobs, ("gloo", BACKEND), strict=True):
         for outcome in worker_pool.train(
             job, 2, Hooks(at=OutOfMemoryAt(9, 0)), membership=partial(LocalMembership, backend=backend)

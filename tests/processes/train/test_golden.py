@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ray_app import load_config
 from ray_app.driver.finalize import newest_commit
 from ray_app.driver.single import train_in_process
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.train.job import Hooks
 from ray_app.train.membership import SingleProcessMembership
+from tests.support.jobs import digits_config
 from tests.support.paths import ROOT
 
 RECORDED_DIGESTS = {
@@ -28,13 +28,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 13), (2, 15)
 def test_the_digits_run_has_the_digest_of_the_picture(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": None,
-        "run__storage_path": str(tmp_path),
-        "tracking__enabled": False,
-    }
-    job = claim(prepare(load_config(ROOT / "conf" / "digits.yaml", **fields)), 1).job
+    job = claim(prepare(digits_config(digits, tmp_path, data__eval_path=None)), 1).job
     train_in_process(job, SingleProcessMembership(job.config.logical_workers, lambda: False), Hooks())
     commit = newest_commit(job)
     assert commit is not None

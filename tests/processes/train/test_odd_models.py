@@ -19,7 +19,7 @@ from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows
 from ray_app.train.build import build_state
 from ray_app.train.job import Hooks, Job
-from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
+from tests.support.local_world import CLASSES, TinyImages, make_job
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
@@ -240,19 +240,8 @@ class Quantized(TinyImages):
         return IntegerParameter()
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("odd") / "data", [[50, 1], [46]])
-
-
 def job_of(folder: Path, data: Path, task: TinyImages, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "optimizer": ADAM,
-        "train__max_steps": 6,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 4,
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    return make_job(folder, data, task=task, every=4, **({"optimizer": ADAM, "train__max_steps": 6} | fields))
 
 
 def train_new_run(

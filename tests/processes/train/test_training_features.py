@@ -36,15 +36,9 @@ from tests.support.local_world import (
     TinyImages,
     feed_of,
     make_job,
-    write_images,
 )
 
 ROWS = [[50, 1], [46]]
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("features") / "data", ROWS)
 
 
 class SteepLoss(ImageClassification):
@@ -88,8 +82,7 @@ def job_of(name: str, folder: Path, data: Path) -> Job:
     fields, args = FEATURES[name]
     args = dict(args)
     task = args.pop("task", ImageClassification)(**CNN, **args)
-    fields = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4, **fields}
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **fields)
+    return make_job(folder, data, task=task, every=4, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -281,9 +274,7 @@ class ThreeChannels(ImageClassification):
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_the_model_gets_images_with_their_channels_last(data: Path, tmp_path: Path, channels_last: bool) -> None:
-    job = make_job(
-        tmp_path / "run", data, logical_workers=4, batch=12, task=ThreeChannels(), train__channels_last=channels_last
-    )
+    job = make_job(tmp_path / "run", data, task=ThreeChannels(), train__channels_last=channels_last)
     state, images = state_of(job), []
     state.model.register_forward_pre_hook(lambda _, args: images.append(args[0]))
     run_steps(job, state, tmp_path / "store", 2)
@@ -303,10 +294,7 @@ def test_channels_last_changes_only_rounding(
         "task": ImageClassification(model_args={"channels": 4, "dropout": 0.0}),
         "train__strategy": strategy,
     }
-    jobs = (
-        make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, train__channels_last=last)
-        for last in (False, True)
-    )
+    jobs = (make_job(tmp_path / "run", data, **fields, train__channels_last=last) for last in (False, True))
     plain, last = (worker_pool.train_new_run(job, 2, cache_windows) for job in jobs)
     assert [step[1] for step in last.steps] == pytest.approx([step[1] for step in plain.steps], rel=1e-3)
 
@@ -374,7 +362,7 @@ def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__compile=True, **fields)
+    job = make_job(tmp_path / "run", data, train__compile=True, **fields)
     alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 2, cache_windows)
     assert several.digests == alone.digests
     assert several.steps == alone.steps
@@ -383,9 +371,7 @@ def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool.train_to_end(job, 1, cache_windows)
     resumed = read_trained_run(job)
     assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
-    plain = worker_pool.train_new_run(
-        make_job(tmp_path / "plain", data, logical_workers=4, batch=12, **fields), 1, cache_windows
-    )
+    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data, **fields), 1, cache_windows)
     assert plain.commit.params_digest != alone.commit.params_digest, "the model was not compiled"
 
 

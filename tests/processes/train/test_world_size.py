@@ -49,7 +49,7 @@ def assert_bit_identical(runs: list[TrainedRun]) -> None:
 def test_training_is_bit_identical_for_all_world_sizes(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
-    job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, train__epochs=2, schedule=STEPLR)
+    job = make_job(tmp_path / "run", data["103 rows"], train__epochs=2, schedule=STEPLR)
     runs = [worker_pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
     assert_bit_identical(runs)
     assert len(runs[0].steps) == job.total_steps == 18
@@ -96,7 +96,7 @@ def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
 ) -> None:
     """The dense network has a batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
-    job = make_job(tmp_path / "run", data[shape], logical_workers=4, batch=12, task=task, train__epochs=2)
+    job = make_job(tmp_path / "run", data[shape], task=task, train__epochs=2)
     runs = [worker_pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
     assert_bit_identical(runs)
     assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
@@ -138,7 +138,7 @@ def test_settings_are_bit_identical_for_all_world_sizes(
 def test_parameters_without_gradients_stay_and_training_is_bit_identical(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
 ) -> None:
-    job = make_job(tmp_path / "run", data["103 rows"], logical_workers=4, batch=12, task=TinyImages(variant))
+    job = make_job(tmp_path / "run", data["103 rows"], task=TinyImages(variant))
     runs = [worker_pool.train_new_run(job, size) for size in (1, 3, 4)]
     assert_bit_identical(runs)
     short = worker_pool.train_new_run(

@@ -24,7 +24,7 @@ from ray_app.runlog.paths import RunPaths, add_version
 from ray_app.storage.files import put_json
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.watch.observers import Observers
-from tests.support.local_world import make_job, write_images
+from tests.support.local_world import make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.receiver import start_receiver
@@ -63,11 +63,6 @@ class Noted(Observer):
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
         self._note("ended", status, summary["steps"])
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("observed") / "data", [[50, 1], [46]])
 
 
 def train_observed(folder: Path, data: Path, observers: list[dict[str, Any]], **fields: Any) -> Result:
@@ -157,7 +152,7 @@ def test_an_invalid_observer_is_refused_at_start(
 
 @pytest.mark.rest
 def test_rank_0_traces_the_requested_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=[3, 4])
+    job = make_job(tmp_path / "run", data, train__profile_steps=[3, 4])
     worker_pool.train_to_end(job, 2, cache_windows)
     [trace] = job.paths.profile.glob("*")
     assert trace.name == "steps-00000003-00000004.json.gz"
@@ -165,14 +160,14 @@ def test_rank_0_traces_the_requested_steps(worker_pool: WorkerPool, data: Path, 
     assert any("aten::" in str(name) for name in names)
     [event] = read_events(job.paths, "profiled")
     assert event.details["file"] == f"profile/{trace.name}"
-    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data, logical_workers=4, batch=12), 2, cache_windows)
+    plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data), 2, cache_windows)
     assert read_trained_run(job).digests == plain.digests
 
 
 @pytest.mark.parametrize("profile_steps", [[3], [0, 2], [5, 4], [-1, 2]])
 def test_steps_that_cannot_be_traced_are_refused(data: Path, tmp_path: Path, profile_steps: Any) -> None:
     with pytest.raises(ConfigError, match=r"train.profile_steps is .*; it must be \[first, last\], counted from 1"):
-        make_job(tmp_path / "run", data, logical_workers=4, batch=12, train__profile_steps=profile_steps)
+        make_job(tmp_path / "run", data, train__profile_steps=profile_steps)
 
 
 def test_each_event_is_delivered_once_also_from_a_slower_clock(tmp_path: Path) -> None:

@@ -42,10 +42,7 @@ def test_the_page_follows_its_run(browser: Browser, page_server: tuple[PageServe
     assert browser.evaluate("location.href") == f"{site}{server.folder}", "the token stays in the address"
     assert browser.evaluate(
         '[...document.querySelectorAll("nav a")].map(a => a.textContent.trim().split(/\\s+/)[0])'
-    ) == [
-        "live",
-        "other",
-    ]
+    ) == ["live", "other"]
     assert ">400<" in browser.evaluate("document.querySelector('#figures').innerHTML")
     browser.evaluate(f"{OPEN}.open = true")
     run.steps(401, 450, 6100, generation="3.1")

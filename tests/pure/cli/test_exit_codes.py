@@ -7,19 +7,15 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from ray_app import load_config
-from ray_app.cli import drill as drilling
 from ray_app.cli import evaluate as evaluating
 from ray_app.cli import export, ingest, register, report, track
-from ray_app.cli import predict as predicting
 from ray_app.cli import train as training
 from ray_app.cli.check import main as check
 from ray_app.cli.drill import main as drill
@@ -237,10 +233,7 @@ def test_a_damaged_event_is_one_line_and_not_a_traceback(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--num_cpus", "-1"], "evaluate.num_cpus is -1"),
-        (["--batch_size", "0"], "evaluate.batch_size is 0"),
-    ],
+    [(["--num_cpus", "-1"], "evaluate.num_cpus is -1"), (["--batch_size", "0"], "evaluate.batch_size is 0")],
 )
 def test_options_of_an_evaluation_are_refused_before_ray_starts(
     tmp_path: Path,
@@ -298,31 +291,6 @@ STORAGE_DOWN = StorageError("the disk is away")
 REFUSED = ConfigError("no")
 
 
-@pytest.mark.parametrize(
-    ("error", "prepare_code", "work_code"),
-    [(BAD_ROW, 2, 2), (STORAGE_DOWN, 1, 1), (REFUSED, 2, 2), (OSError(5, "the disk"), 1, 1)],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_prediction_exits_with_2_only_for_errors_that_a_retry_does_not_fix(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, prepare_code: int, work_code: int
-) -> None:
-    arguments = [
-        "--config",
-        str(ROOT / "conf" / "digits.yaml"),
-        "--predict.data",
-        "data",
-        "--predict.out",
-        "out",
-        "--predict.run",
-        "run",
-    ]
-    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: make_raising(error)())
-    assert predict(arguments) == prepare_code
-    monkeypatch.setattr(predicting, "prepare_prediction", lambda *_: None)
-    monkeypatch.setattr(predicting, "predict", lambda *_: make_raising(error)())
-    assert predict(arguments) == work_code
-
-
 def test_a_training_exits_with_2_only_for_errors_that_a_retry_does_not_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -332,25 +300,6 @@ def test_a_training_exits_with_2_only_for_errors_that_a_retry_does_not_fix(
         output = capsys.readouterr().err
         assert (f"The run failed: {type(error).__name__}: " in output) == (code == 1)
         assert output.startswith({2: type(error).__name__, 1: "Traceback"}[code]) or error is STORAGE_DOWN
-
-
-@pytest.mark.parametrize(
-    ("error", "prepare_code"),
-    [(BAD_ROW, 2), (STORAGE_DOWN, 1), (REFUSED, 2), (OSError(5, "the disk"), 1)],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_drill_exits_with_2_only_before_its_first_run(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, prepare_code: int
-) -> None:
-    arguments = ["--config", str(ROOT / "conf" / "digits.yaml")]
-    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: make_raising(error)())
-    assert drill(arguments) == prepare_code
-    monkeypatch.setattr(drilling, "make_drill_config", lambda config, *_: config)
-    monkeypatch.setattr(drilling, "_connected", lambda *_: nullcontext())
-    monkeypatch.setattr(drilling, "Drill", lambda *_: make_raising(error)())
-    assert drill(arguments) == prepare_code
-    monkeypatch.setattr(drilling, "Drill", lambda *_: SimpleNamespace(go=make_raising(error)))
-    assert drill(arguments) == 1
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from tests.support.train_command import CommandResult, image_arguments, write_im
         (["--task.init_args.image=label"], "Column 'label' .* holds integer int64; the image needs array or bytes"),
         (["--task.init_args.label=image"], "Column 'image' .* the label needs integer"),
         (["--task.init_args.num_classes=5"], "labels from 0 to 9; 5 classes allow 0 to 4"),
-        (["--task.init_args.model=resnet999"], "'resnet999'; it must be one of .*resnet18"),
+        (["--task.init_args.model=resnet999"], "resnet999'?; it must be one of .*resnet18"),
         (
             ["--task.class_path=nowhere.Missing"],
             "'nowhere.Missing', but there is no module 'nowhere' where Python looks",
@@ -68,7 +68,7 @@ from tests.support.train_command import CommandResult, image_arguments, write_im
             ["--optimizer.init_args.lrr=1"],
             "torch.optim.AdamW has no argument 'lrr'. Did you mean lr\\? It has lr, betas",
         ),
-        (["--optimizer.init_args.lr=big"], "torch.optim.AdamW got lr = 'big'; it must be float"),
+        (["--optimizer.init_args.lr=big"], "torch.optim.AdamW got lr = big; it must be a number"),
         (["--task.class_path=torch.nn.Linear"], "torch.nn.Linear', which is not a subclass of ray_app.task.base.Task"),
         (["--evaluate.metric=recall"], "evaluate.metric is 'recall'; the task's metrics of one number are accuracy, "),
     ],

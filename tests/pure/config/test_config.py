@@ -151,11 +151,7 @@ def changes_digest(**fields: Any) -> bool:
         {"scaling__evict_straggler_after_s": 60.0},
         {"scaling__load_balancing": "speed"},
         {"failure__sdc_check_rate": 0.01},
-        {
-            "checkpoint__every_steps": 7,
-            "checkpoint__every_epochs": None,
-            "checkpoint__keep_last": 5,
-        },
+        {"checkpoint__every_steps": 7, "checkpoint__every_epochs": None, "checkpoint__keep_last": 5},
         {"failure__max_failures": 1, "failure__step_timeout_s": 1.0},
         {"failure__heartbeat_timeout_s": 1.0, "failure__recovery": "restart", "checkpoint__snapshot_every_steps": 1},
         {

@@ -22,6 +22,7 @@ from ray_app.preflight.inputs import make_run_name, make_task
 from ray_app.preflight.prepare import prepare
 from ray_app.retrain.options import RetrainSection
 from ray_app.train.state.state import TrainingState
+from tests.support.jobs import digits_config
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 
@@ -248,9 +249,7 @@ STEADY = {"class_path": "torch.optim.lr_scheduler.ConstantLR", "init_args": {"fa
 
 
 def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_path: Path) -> None:
-    config = load_config(
-        ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None, train__max_steps=20
-    )
+    config = digits_config(digits, tmp_path, data__eval_path=None, train__max_steps=20)
     for number, schedule in enumerate(
         [
             composite_schedule("SequentialLR", STEADY, one_cycle(12), milestones=[8]),
@@ -258,9 +257,7 @@ def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_p
             composite_schedule("ChainedScheduler", one_cycle(20), STEADY),
         ]
     ):
-        job = prepare(
-            config.replace(run__storage_path=str(tmp_path / str(number)), tracking__enabled=False, **schedule)
-        ).job
+        job = prepare(config.replace(run__storage_path=str(tmp_path / str(number)), **schedule)).job
         state = TrainingState(job.config, job.task, torch.device("cpu"), job.total_steps)
         for _ in range(job.total_steps):
             state.optimizer.step()
@@ -304,16 +301,12 @@ def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_p
 def test_an_optimizer_or_schedule_that_cannot_step_is_refused_before_the_start(
     digits: Path, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    config = digits_config(digits, tmp_path, data__eval_path=None)
     with pytest.raises(ConfigError, match=message):
-        prepare(config.replace(run__storage_path=str(tmp_path), tracking__enabled=False, **fields))
+        prepare(config.replace(**fields))
     if "optimizer" in fields:
         with pytest.raises(ConfigError, match=message):
-            prepare(
-                config.replace(
-                    run__storage_path=str(tmp_path), tracking__enabled=False, scaling__gpus_per_worker=1, **fields
-                )
-            )
+            prepare(config.replace(scaling__gpus_per_worker=1, **fields))
 
 
 class Grouped(torch.optim.SGD):
@@ -328,11 +321,9 @@ class Grouped(torch.optim.SGD):
 def test_an_optimizer_with_groups_is_refused_by_strategies_that_flatten_parameters(
     digits: Path, tmp_path: Path
 ) -> None:
-    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
+    config = digits_config(digits, tmp_path, data__eval_path=None)
     optimizer = {"class_path": f"{__name__}.Grouped", "init_args": {}}
-    config = config.replace(
-        run__storage_path=str(tmp_path), tracking__enabled=False, schedule=None, optimizer=optimizer
-    )
+    config = config.replace(schedule=None, optimizer=optimizer)
     prepare(config)
     for strategy in ("local_sgd", "parameter_server"):
         with pytest.raises(
@@ -346,10 +337,8 @@ def test_an_optimizer_for_gpus_may_be_configured_on_a_machine_without_gpu(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = load_config(ROOT / "conf" / "digits.yaml", data__path=str(digits / "train"), data__eval_path=None)
-    config = config.replace(
-        run__storage_path=str(tmp_path), tracking__enabled=False, optimizer__init_args={"capturable": True}
-    )
+    config = digits_config(digits, tmp_path, data__eval_path=None)
+    config = config.replace(optimizer__init_args={"capturable": True})
     with pytest.raises(ConfigError, match=r"AdamW cannot make a step: .*capturable"):
         prepare(config)
     assert prepare(config.replace(scaling__gpus_per_worker=1)).job.config.optimizer.init_args["capturable"]

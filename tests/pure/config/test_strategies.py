@@ -11,13 +11,7 @@ import pytest
 
 from ray_app.config.config import Config, digest, flatten
 from ray_app.config.sections import TrainSection
-from ray_app.config.strategies import (
-    STRATEGIES,
-    StrategyName,
-    StrategyTraits,
-    list_strategies,
-    strategy_with_workers,
-)
+from ray_app.config.strategies import STRATEGIES, StrategyName, StrategyTraits, list_strategies, strategy_with_workers
 from ray_app.preflight.prepare import check_task
 from tests.support.paths import ROOT
 

@@ -34,18 +34,14 @@ from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import put_json
 from ray_app.train.job import Job
 from tests.support.checkpoints import commit_of
+from tests.support.jobs import digits_config
 from tests.support.paths import ROOT
 
 
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
     """Returns a run with checkpoints of steps 10, 20 and 30; step 20 is the best of the two that are evaluated."""
-    fields: dict[str, Any] = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": None,
-        "run__storage_path": str(tmp_path / "runs"),
-    }
-    config = load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)
+    config = digits_config(digits, tmp_path / "runs", run__name="run", data__eval_path=None)
     run_job = write_checkpoints(config, 10, 20, 30)
     evaluate(run_job, 10, 0.5)
     evaluate(run_job, 20, 0.7)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ray_app import compare_runs, load_config
+from ray_app import compare_runs
 from ray_app.config.config import Config
 from ray_app.driver.finalize import stored_job
 from ray_app.errors import ConfigError
@@ -18,21 +18,14 @@ from ray_app.runlog.journal import read_events
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.files import put_json
 from ray_app.train.job import Job
-from tests.support.paths import ROOT
+from tests.support.jobs import digits_config
 
 
 @pytest.fixture
 def job(digits: Path, tmp_path: Path) -> Job:
     """Returns a run that one start has claimed."""
-    fields: dict[str, Any] = {
-        "data__path": str(digits / "train"),
-        "data__eval_path": None,
-        "run__storage_path": str(tmp_path / "runs"),
-    }
-    return claim(
-        prepare(load_config(ROOT / "conf" / "digits.yaml").replace(run__name="run", tracking__enabled=False, **fields)),
-        1,
-    ).job
+    config = digits_config(digits, tmp_path / "runs", run__name="run", data__eval_path=None)
+    return claim(prepare(config), 1).job
 
 
 def test_the_metric_of_the_newest_start_decides_the_best_checkpoint(job: Job) -> None:

@@ -35,12 +35,7 @@ def test_a_part_has_an_equal_share_of_each_row_group(files: list[list[int]], max
 
 @pytest.mark.parametrize(
     ("max_rows", "expected"),
-    [
-        (8, [0, 1, 10, 11, 12, 13, 30, 31]),
-        (1, [30]),
-        (None, list(range(40))),
-        (99, list(range(40))),
-    ],
+    [(8, [0, 1, 10, 11, 12, 13, 30, 31]), (1, [30]), (None, list(range(40))), (99, list(range(40)))],
 )
 def test_a_run_evaluates_on_the_first_rows_of_each_row_group(
     tmp_path: Path, max_rows: int | None, expected: list[int]

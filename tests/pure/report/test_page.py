@@ -32,16 +32,16 @@ from ray_app.report.charts import (
 from ray_app.report.facts import describe_cluster, logical_worker_shares, read_facts
 from ray_app.report.figures import learning_figures
 from ray_app.report.html import render, write_report
-from ray_app.report.tables import budgets, by_class, comparison, counters, happenings, time_parts
+from ray_app.report.tables import budgets, by_class, counters, happenings, time_parts
 from ray_app.runlog.history import Course
 from ray_app.runlog.journal import Event, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import put_json
 from ray_app.watch.terminal import format_loss_curve
 from tests.support.paths import ROOT
-from tests.support.run_directory import START_S, RunDirectory, make_full_run, png
+from tests.support.run_directory import RunDirectory, make_full_run, png
 
-SECTIONS = ["figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
+SECTIONS = ["figures", "learning", "cluster", "classes", "ledger", "configuration"]
 _VOID = {"meta", "link", "img", "br"}
 
 
@@ -87,8 +87,6 @@ def test_the_report_of_a_finished_run_has_all_sections(tmp_path: Path) -> None:
         "10 steps redone",
         "Confusion matrix",
         "taken for",
-        "before",
-        "optimizer.init_args.lr",
         "best accuracy",
         "Evaluation harder: accuracy",
         "0.9800",
@@ -118,7 +116,6 @@ def test_the_report_of_a_run_without_steps_says_so(tmp_path: Path, has_eval_data
     text = page_of(run).text
     assert "No step has been recorded." in text
     assert ("No checkpoint has been evaluated." if has_eval_data else "No evaluation data was configured") in text
-    assert "No run next to this one with the metric accuracy" in text
 
 
 def test_the_report_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
@@ -291,49 +288,6 @@ def test_the_report_of_a_long_run_is_small(tmp_path: Path) -> None:
     run.steps(1, 30_000, 1.0, each_s=0.001, losses={20_001: 99.0})
     html = render(read_facts(run.paths))
     assert len(html) < 400_000
-
-
-def test_a_run_is_compared_with_the_best_earlier_run(tmp_path: Path) -> None:
-    for name, value, began_s in (
-        ("good", 0.95, -5000.0),
-        ("better", 0.97, -4000.0),
-        ("later", 0.99, 10.0),
-        ("bad", math.nan, -3000.0),
-    ):
-        RunDirectory(tmp_path, name, START_S + began_s, seed=3).end(100, value=value)
-    RunDirectory(tmp_path, "failed", START_S - 2000).end(100, "failed", value=0.999)
-    other = RunDirectory(tmp_path, "other", START_S - 2000)
-    other.end(100, value=1.0)
-    other.paths.summary.write_text(other.paths.summary.read_text().replace('"accuracy"', '"rmse"'))
-    for name, text in (
-        ("half", '{"status": "fini'),
-        ("list", "[]"),
-        ("words", '{"status": "finished", "best": {"metric": "accuracy"}}'),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(text)
-    foreign = RunDirectory(tmp_path, "foreign", START_S - 2000)
-    foreign.end(100, value=1.0)
-    foreign.paths.config.write_text("train: {no_such_field: 1}")
-    (tmp_path / "mlruns" / "0").mkdir(parents=True)
-    (tmp_path / "mlflow.db").write_text("x")
-    run = RunDirectory(tmp_path)
-    run.start()
-    run.steps(1, 20, 1.0)
-    facts = read_facts(run.paths)
-    assert facts.earlier is not None
-    assert (facts.earlier.name, facts.earlier.value, facts.earlier.differs) == ("better", 0.97, {"seed": ("3", "0")})
-    assert comparison(facts)[0] == ("best accuracy", "-", "0.9700 at step 300")
-
-
-def test_the_best_earlier_run_has_the_smallest_value_of_a_minimized_metric(tmp_path: Path) -> None:
-    for name, value in (("one", 0.2), ("two", 0.1)):
-        RunDirectory(tmp_path, name, START_S - 1000).end(100, value=value)
-    run = RunDirectory(tmp_path)
-    run.start(mode="min")
-    earlier = read_facts(run.paths).earlier
-    assert earlier is not None
-    assert earlier.name == "two"
 
 
 def test_budgets_count_the_failures_of_the_newest_start(tmp_path: Path) -> None:
@@ -510,7 +464,6 @@ def test_a_failure_to_write_the_report_is_a_warning(tmp_path: Path, caplog: pyte
 
 def test_the_report_hides_secrets(tmp_path: Path) -> None:
     secret = "hunter2-and-then-some"
-    RunDirectory(tmp_path, "before", START_S - 1000, task__init_args={"api_key": f"{secret}-old"}).end(100, value=0.9)
     run = RunDirectory(tmp_path, task__init_args={"api_key": secret}, data__path="s3://me:password99@bucket/x")
     run.start()
     run.event("failed", 1.0, number=1, errors={"0": f"refused: {secret}"}, step=0, left=0)

@@ -88,10 +88,7 @@ def test_each_rollback_goes_one_champion_further_back(client: Any, tmp_path: Pat
     assert champion_of(client, "m") == "1"
     assert sorted(
         (rolled_back.version, rolled_back.to, rolled_back.reason) for rolled_back in rollbacks(client, "m")
-    ) == [
-        ("2", "1", "this one too"),
-        ("3", "2", "wrong on customer X"),
-    ]
+    ) == [("2", "1", "this one too"), ("3", "2", "wrong on customer X")]
 
 
 def test_a_stopped_rollback_leaves_the_champion_and_is_not_recorded(client: Any, tmp_path: Path) -> None:

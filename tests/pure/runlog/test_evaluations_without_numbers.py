@@ -85,12 +85,7 @@ VALUES = st.none() | st.sampled_from([0.0, 0.125, 0.25, 0.5, NAN, math.inf, -mat
 """A value of the metric; None for a checkpoint that is never evaluated."""
 
 
-@given(
-    st.lists(VALUES, max_size=6),
-    st.integers(1, 3),
-    st.sampled_from([0.0, 0.2]),
-    st.sampled_from(["max", "min"]),
-)
+@given(st.lists(VALUES, max_size=6), st.integers(1, 3), st.sampled_from([0.0, 0.2]), st.sampled_from(["max", "min"]))
 @settings(max_examples=100, deadline=None)
 def test_the_best_candidate_is_the_best_step_of_any_verdict(
     values: list[float | None], patience: int, min_delta: float, mode: str

@@ -178,11 +178,7 @@ def test_a_damaged_segment_is_named_and_no_segment_is_joined(paths: RunPaths) ->
     [*_, last] = list_segments(paths)
     (paths.metrics / last).write_bytes(b"{")
     before = list_segments(paths)
-    for read in (
-        lambda: join_segments(paths, 0, 10**9),
-        lambda: read_records(paths),
-        lambda: read_steps(paths),
-    ):
+    for read in (lambda: join_segments(paths, 0, 10**9), lambda: read_records(paths), lambda: read_steps(paths)):
         with pytest.raises(ConfigError, match=f"{last} is damaged"):
             read()
     assert list_segments(paths) == before

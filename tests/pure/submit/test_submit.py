@@ -383,9 +383,7 @@ def test_a_job_that_the_cluster_refuses_is_not_sent_again(submit_to: Callable[..
     assert cluster.sent == ["run-2"]
 
 
-def test_a_job_server_that_does_not_answer_times_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_server_that_does_not_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)

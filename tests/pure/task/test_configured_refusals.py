@@ -65,7 +65,7 @@ IN = "task.init_args."
             f" mean",
         ),
         (module(model={"class_path": "torchvison.models.resnet18"}), {}, "but there is no module 'torchvison'"),
-        (module(model="torchvision.models.resnet18"), {}, "got model = 'torchvision.models.resnet18'; it must be"),
+        (module(model="torchvision.models.resnet18"), {}, "got model = torchvision.models.resnet18; it must be"),
         (
             module(loss={"class": "torch.nn.CrossEntropyLoss"}),
             {},

@@ -107,7 +107,7 @@ def test_the_best_mode_follows_from_the_metric(
 @pytest.mark.parametrize(
     ("task", "fields", "message"),
     [
-        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = 'maximum'; it must be "),
+        (module(best_mode="maximum"), {}, "ModuleTask got best_mode = maximum; it must be "),
         (module(best_metric="acc", best_mode="max"), {}, "best_metric of ModuleTask is 'acc'; the task's metrics"),
         (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing defines whether less or"),
         (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to"),

@@ -146,7 +146,7 @@ def test_the_warning_about_a_failed_stream_causes_no_endless_recursion() -> None
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
     data = write_images(tmp_path / "data", [[50, 1], [45]])
-    return make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=2)
+    return make_job(tmp_path / "run", data, task=TinyImages(), train__epochs=2)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

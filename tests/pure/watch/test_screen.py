@@ -55,7 +55,7 @@ def render_text(*states: RunState, width: int = 120) -> str:
 
 
 def read_states(*runs: RunDirectory) -> list[RunState]:
-    return [RunState(run.paths, read_facts(run.paths, with_earlier=False)) for run in runs]
+    return [RunState(run.paths, read_facts(run.paths)) for run in runs]
 
 
 # --- reading
@@ -79,7 +79,7 @@ def test_files_that_were_read_are_not_read_again(run: RunDirectory, monkeypatch:
     run.event("failed", done_s, number=1, errors={}, step=110, left=1, final=False)
     second_facts = reader.read()
     assert len(files_read) == 6
-    fresh_facts = read_facts(run.paths, with_earlier=False)
+    fresh_facts = read_facts(run.paths)
     assert (list(second_facts.records), list(second_facts.repeated), list(second_facts.in_time)) == (
         list(fresh_facts.records),
         list(fresh_facts.repeated),

@@ -31,7 +31,7 @@ def commit(step: int) -> Commit:
 @pytest.fixture
 def job(tmp_path: Path) -> Any:
     data = write_images(tmp_path / "data", [[50, 1], [45]])
-    return make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(), train__epochs=2)
+    return make_job(tmp_path / "run", data, task=TinyImages(), train__epochs=2)
 
 
 def show_lines(

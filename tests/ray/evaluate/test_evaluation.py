@@ -129,11 +129,7 @@ def test_evaluations_of_workers_and_evaluator_are_bit_identical(
 
 @pytest.mark.parametrize("ends", ["it is stopped", "the time is up"])
 def test_a_run_without_its_last_evaluations_is_not_finished(
-    ray_cluster: None,
-    evaluated_run: Callable[..., Config],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ends: str,
+    ray_cluster: None, evaluated_run: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
     """The missing evaluations may find that an earlier checkpoint is the best; the next start runs them."""
     fields = {} if ends == "it is stopped" else {"evaluate__patience": 5}

@@ -184,11 +184,7 @@ def test_a_run_without_mlflow_is_replayed_later(
 ) -> None:
     monkeypatch.setattr(run_module, "_TRACKING_END_S", 0.5)
     absent = MlflowServer(tmp_path)
-    fields = {
-        "tracking__enabled": True,
-        "tracking__every_steps": 1,
-        "run__name": "absent",
-    }
+    fields = {"tracking__enabled": True, "tracking__every_steps": 1, "run__name": "absent"}
     result = run_training(make_short_config(**fields, tracking__uri=absent.uri, tracking__experiment="first"))
     assert result.status == "finished"
     assert result.summary["mlflow_run_id"] is None

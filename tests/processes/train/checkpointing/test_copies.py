@@ -37,13 +37,7 @@ def test_a_checkpoint_that_rank_0_has_not_committed_is_committed_by_the_next(
     data = write_images(tmp_path / "data", [[60]])
     runs = {}
     for name in ("undisturbed", "killed"):
-        fields = {
-            "checkpoint__keep_last": 9,
-            "train__epochs": 2,
-            "checkpoint__every_epochs": None,
-            "checkpoint__every_steps": 4,
-        }
-        job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+        job = make_job(tmp_path / name, data, task=TinyImages(), every=4, checkpoint__keep_last=9)
         kill = KillBeforeCommit(tmp_path, 4 if name == "killed" else -9, others)
         groups = [[0, 1, 2, 3], [r for r in (1, 2, 3) if r not in others]] if name == "killed" else [[0]]
         outcomes = train_shifting(worker_pool, job, groups, [], Hooks(kill.after_step, kill.before_commit))

@@ -35,11 +35,10 @@ def resume_from_checkpoints(pool: WorkerPool, folder: Path, strategy: str, cache
     """Trains once with all checkpoints kept and resumes from every `stride`-th one; returns the steps of these."""
     data = write_images(folder / "data", [[50, 1], [46]])
     every = STRATEGIES[strategy].get("train__local_steps", 1)
-    fields = {"checkpoint__every_epochs": None, "checkpoint__every_steps": every, "checkpoint__keep_last": 100}
-    fields |= {"train__strategy": strategy, "train__epochs": 2, **STRATEGIES[strategy]}
+    fields = {"checkpoint__keep_last": 100, "train__strategy": strategy, **STRATEGIES[strategy]}
     if cache == "disk":
         fields |= {"data__cache": "disk", "data__cache_dir": str(folder / "cache")}
-    whole = make_job(folder / "whole", data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+    whole = make_job(folder / "whole", data, task=TinyImages(), every=every, **fields)
 
     def train(job: Job, size: int) -> None:
         if strategy == "parameter_server":
@@ -110,7 +109,7 @@ def test_reader_threads_keep_the_run_bit_identical(tmp_path: Path, monkeypatch: 
         }
         if name == "disk":
             fields["data__cache_dir"] = str(tmp_path / "cache")
-        job = make_job(tmp_path / name, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+        job = make_job(tmp_path / name, data, task=TinyImages(), **fields)
         readers.clear()
         train_in_process(job, SingleProcessMembership(4, lambda: False), Hooks())
         assert ("reader" in readers) == (name != "0"), readers

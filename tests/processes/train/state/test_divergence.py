@@ -72,7 +72,7 @@ def job_in(folder: Path, update: int = 0) -> Job:
     if not data.exists():
         write_images(data, [[20, 13]])
     task = DivergesAfterUpdate(folder / "proof", update) if update else TinyImages()
-    return make_job(folder / f"run-{update}", data, logical_workers=4, batch=12, task=task, train__epochs=2)
+    return make_job(folder / f"run-{update}", data, task=task, train__epochs=2)
 
 
 def read_divergences(job: Job) -> list[tuple[list[int], int]]:

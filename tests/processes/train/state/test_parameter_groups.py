@@ -16,16 +16,11 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.state import TrainingState
 from tests.support import server_world
-from tests.support.local_world import CPU, TinyImages, make_job, write_images
+from tests.support.local_world import CPU, TinyImages, make_job
 
 ROWS = [[50, 1], [46]]
 GROUPS = [{"norms_and_biases": True, "weight_decay": 0.0}, {"names": ["9.*"], "lr": 0.05}]
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": [0.02, 0.02, 0.1]}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("groups") / "data", ROWS)
 
 
 def optimizer(name: str = "AdamW", groups: list[dict[str, Any]] | None = None, **args: Any) -> dict[str, Any]:
@@ -34,14 +29,8 @@ def optimizer(name: str = "AdamW", groups: list[dict[str, Any]] | None = None, *
 
 
 def job_of(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "optimizer": optimizer(),
-        "train__epochs": 2,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 4,
-        "task": ImageClassification(model_args={"channels": 4, "dropout": 0.3}),
-    }
-    return make_job(folder, data, logical_workers=4, batch=12, **(defaults | fields))
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, every=4, **({"optimizer": optimizer(), "task": task} | fields))
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

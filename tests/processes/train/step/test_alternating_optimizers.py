@@ -27,7 +27,7 @@ from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_ru
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, TinyImages, make_job, write_images
+from tests.support.local_world import CPU, TinyImages, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -39,22 +39,14 @@ SOURCE = {"run": "gan", "step": 1, "params_digest": ""}
 STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("turns") / "data", [[50, 1], [46]])
-
-
 def gan() -> Task:
     return globals()["Gan"]()
 
 
 def job_of(folder: Path, data: Path, turns: dict[str, Any] | None = None, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
     default = {"class_path": "torch.optim.Adam", "init_args": {}}
-    settings: dict[str, Any] = (
-        defaults | {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns} | fields
-    )
-    return make_job(folder, data, logical_workers=4, batch=12, task=settings.pop("task", None) or gan(), **settings)
+    settings = {"optimizer": default, "optimizers": OPTIMIZERS if turns is None else turns, "task": gan()}
+    return make_job(folder, data, every=4, **(settings | fields))
 
 
 def with_schedules() -> dict[str, Any]:

@@ -27,17 +27,12 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
 from ray_app.train.step.cuda_graphs import CudaGraphs, _InputRecorder, make_graph_backend
-from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job
 from tests.support.recorded_graph import RecordedGraphs
 
 CAPTURE: dict[str, Any] = {"train__capture": True, "scaling__gpus_per_worker": 1.0, "train__backend": "gloo"}
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("capture") / "data", ROWS)
 
 
 def _train_captured(rank: int, store: Path, job: Job, size: int, hooks: Hooks, max_graphs: int) -> tuple[int, int]:

@@ -28,17 +28,12 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from tests.support import server_world
-from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
+from tests.support.local_world import CPU, TinyImages, feed_of, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 
 ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("losses") / "data", ROWS)
 
 
 class Tokens(TinyImages):
@@ -80,8 +75,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 def job_of(folder: Path, data: Path, task: TinyImages | None = None, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 4}
-    return make_job(folder, data, logical_workers=4, batch=12, task=task or Tokens(), **(defaults | fields))
+    return make_job(folder, data, task=task or Tokens(), every=4, **fields)
 
 
 @pytest.mark.rest

@@ -41,14 +41,8 @@ def job_in(folder: Path, name: str, task: TinyImages | None = None, **fields: An
     data = folder / "data"
     if not data.exists():
         write_images(data, [[21, 16]])
-    settings = {
-        "checkpoint__every_steps": 2,
-        "checkpoint__every_epochs": None,
-        "checkpoint__keep_last": 9,
-        "train__epochs": 9,
-        "train__max_steps": 6,
-    }
-    return make_job(folder / name, data, logical_workers=L, batch=12, task=task or TinyImages(), **settings | fields)
+    settings = {"checkpoint__keep_last": 9, "train__epochs": 9, "train__max_steps": 6}
+    return make_job(folder / name, data, logical_workers=L, task=task or TinyImages(), every=2, **settings | fields)
 
 
 @pytest.fixture

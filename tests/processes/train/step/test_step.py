@@ -32,7 +32,7 @@ from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState, seed_step
 from ray_app.train.step.micro_batch import ReplicaBuffers, allow_single_values
 from ray_app.train.step.step_stats import StepResult
-from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job
 
 ROWS = [[50, 1], [46]]
 """97 rows: with L = 4 and batches of 12 the last step has rows (1, 0, 0, 0)."""
@@ -45,11 +45,6 @@ STEPS = {"class_path": "torch.optim.lr_scheduler.MultiStepLR", "init_args": {"mi
 def falling(step: int) -> float:
     """Returns the factor of a `LambdaLR` schedule."""
     return 1 / (1 + step)
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("step") / "data", ROWS)
 
 
 @dataclass(frozen=True)
@@ -113,9 +108,9 @@ def position_in(job: Job, logical_worker: int, step: int) -> int:
 
 def bad_job(folder: Path, data: Path, cells: list[tuple[int, int]], value: float, **fields: Any) -> Job:
     """Returns a job with a loss that is not finite for one row of each (logical worker, step) in `cells`."""
-    job = make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(), **fields)
+    job = make_job(folder, data, task=TinyImages(), **fields)
     bad = tuple(position_in(job, *cell) for cell in cells)
-    return make_job(folder, data, logical_workers=4, batch=12, task=TinyImages(bad_rows=bad, bad_value=value), **fields)
+    return make_job(folder, data, task=TinyImages(bad_rows=bad, bad_value=value), **fields)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -171,7 +166,7 @@ def test_the_error_names_every_logical_worker_with_a_bad_row(
 
 def test_infinities_of_both_signs_raise_the_same_error(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """The sum of both infinities is NaN, which must not raise another error."""
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=BothInfinities())
+    job = make_job(tmp_path / "run", data, task=BothInfinities())
     for rank in worker_pool.run(2, run_steps, job, 2, 1):
         assert isinstance(rank.error, NonFiniteError), rank.error
         assert rank.before == rank.after
@@ -186,7 +181,7 @@ class BothInfinities(TinyImages):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_of_the_wrong_shape_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path, size: int) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=TinyImages(loss_shape="mean"))
+    job = make_job(tmp_path / "run", data, task=TinyImages(loss_shape="mean"))
     for rank in worker_pool.run(size, run_steps, job, size, 1):
         assert isinstance(rank.error, ConfigError)
         assert str(rank.error) == (
@@ -235,7 +230,7 @@ def norm_and_distance_of_one_step(rank: int, store: Path, job: Job) -> tuple[flo
 def test_a_step_equals_that_of_plain_torch(data: Path, tmp_path: Path) -> None:
     """With dropout off and no batch-norm, logical workers give the mean gradient of the global batch."""
     sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, task=DeterministicModel(), optimizer=sgd)
+    job = make_job(tmp_path / "run", data, task=DeterministicModel(), optimizer=sgd)
     outcome = run_steps(0, tmp_path, job, 1, 9)
     state = TrainingState(job.config, job.task, CPU, 100)
     arrays = cache_windows(job, Cursor(), range(4))
@@ -497,7 +492,7 @@ TASK: Any = OneLayer()
     "fields", [{}, {"train__strategy": "local_sgd", "train__local_steps": 2}], ids=["step", "local step"]
 )
 def test_step_and_reducer_are_freed_after_their_generation(data: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
-    job = make_job(tmp_path / "run", data, logical_workers=4, batch=12, **fields, checkpoint__every_epochs=None)
+    job = make_job(tmp_path / "run", data, **fields, checkpoint__every_epochs=None)
     set_up_torch(job.config, CPU)
     state = build_state(job.config, job.task, CPU, 100)
     state.step = 0

@@ -63,17 +63,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     eval_path = str(data.with_name("eval"))
-    defaults = {
-        "checkpoint__every_steps": 4,
-        "checkpoint__every_epochs": None,
-        "train__epochs": 2,
-        "evaluate__batch_size": 8,
-    }
-    defaults |= {"evaluate__where": "workers", "data__eval_path": eval_path}
+    defaults = {"evaluate__batch_size": 8, "evaluate__where": "workers", "data__eval_path": eval_path}
     folder.mkdir()
-    job = make_job(
-        folder / "run", data, logical_workers=4, batch=12, task=CountsRows(str(folder / "notes")), **(defaults | fields)
-    )
+    job = make_job(folder / "run", data, task=CountsRows(str(folder / "notes")), every=4, **(defaults | fields))
     return dataclasses.replace(job, evaluation=open_rows(job.task, eval_path))
 
 

@@ -29,28 +29,17 @@ from ray_app.train.state.transfer import transfer_snapshot
 from ray_app.train.strategies import central_storage
 from ray_app.train.strategies.central_storage import CentralPlacement
 from tests.support.injector import KillSaving
-from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
+from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job
 from tests.support.shifting_world import KillOnce, train_shifting
 from tests.support.waiting import wait_until
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("central") / "data", [[50, 1], [46]])
-
-
 def central_job(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "train__strategy": "central_storage",
-        "train__epochs": 2,
-        "schedule": ONE_CYCLE,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 6,
-    }
+    defaults: dict[str, Any] = {"train__strategy": "central_storage", "schedule": ONE_CYCLE}
     task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    return make_job(folder, data, task=task, every=6, **(defaults | fields))
 
 
 @pytest.mark.rest

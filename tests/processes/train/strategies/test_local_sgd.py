@@ -32,21 +32,10 @@ ROWS = [[50, 1], [46]]
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("local") / "data", ROWS)
-
-
 def local_job(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "train__strategy": "local_sgd",
-        "train__local_steps": 3,
-        "train__epochs": 2,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 6,
-    }
+    defaults: dict[str, Any] = {"train__strategy": "local_sgd", "train__local_steps": 3}
     defaults["task"] = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    return make_job(folder, data, logical_workers=4, batch=12, **(defaults | fields))
+    return make_job(folder, data, every=6, **(defaults | fields))
 
 
 @pytest.mark.parametrize(

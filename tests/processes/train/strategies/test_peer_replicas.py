@@ -15,10 +15,8 @@ from torch.optim import Optimizer
 
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.sharded import Units, assert_bit_identical, data, fsdp_job
+from tests.support.sharded import Units, assert_bit_identical, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
-
-__all__ = ["data"]
 
 PLAIN = {"train__strategy": "ddp", "train__peer_replica": False}
 FIELDS: dict[str, Any] = {"train__peer_replica": True, "train__ema_decay": 0.9, "checkpoint__every_steps": None}

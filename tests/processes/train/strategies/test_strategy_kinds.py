@@ -93,7 +93,7 @@ def test_token_classification_is_bit_identical_on_any_workers(
     runs = [
         train_job(
             worker_pool,
-            make_job(tmp_path / f"{workers}", texts, logical_workers=4, batch=12, task=make_token_task(), **fields),
+            make_job(tmp_path / f"{workers}", texts, task=make_token_task(), **fields),
             workers,
         )
         for workers in (1, 2)

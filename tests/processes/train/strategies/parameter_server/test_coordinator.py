@@ -33,7 +33,7 @@ from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
 from ray_app.train.strategies.parameter_server.server import _NO_GRADIENTS
-from tests.support.local_world import CLASSES, TinyImages, make_job, write_images
+from tests.support.local_world import CLASSES, TinyImages, make_job
 from tests.support.server_world import ServerWorld
 
 ROWS = [[50, 1], [46]]
@@ -41,11 +41,6 @@ CLIPPED = {"train__grad_clip_norm": 0.5}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 StepRows = tuple[int, list[int], list[int]]
 """Step, rows and row hashes of a recorded step."""
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_images(tmp_path_factory.mktemp("servers") / "data", ROWS)
 
 
 def make_server_job(folder: Path, data: Path, **fields: Any) -> Job:
