@@ -142,10 +142,11 @@ def complete_config(context: PreflightContext) -> list[str]:
     ]
 
 
-def read_initial_parameters(context: PreflightContext) -> None:
+def read_initial_parameters(context: PreflightContext) -> list[str]:
     """Reads the initial parameters, and completes the configuration by their digest."""
     context.initial = inputs.load_initial_parameters(context.config, context.before)
     context.config = context.initial.config
+    return inputs.replaced_weights_warnings(context.config)
 
 
 def open_training_data(context: PreflightContext) -> None:
@@ -447,6 +448,9 @@ CHECKS = (
           calls_task=True,
           applies=lambda context: context.config.scaling.worker_gpus > 0 and context.config.data.cache == "none"
           and not isinstance(context.task, LoopTask)),
+    Check("evaluation time", 0.1, "An evaluation takes less time than the steps between two checkpoints.",
+          dry_run.check_evaluation_time, ("one row", "evaluation data"), calls_task=True,
+          applies=lambda context: context.eval_rows is not None and not isinstance(context.task, LoopTask)),
     Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.eval_path is not None),

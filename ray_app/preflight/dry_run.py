@@ -11,6 +11,8 @@ import logging
 import re
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -36,7 +38,7 @@ from ray_app.preflight.context import (
     truncate,
 )
 from ray_app.preflight.gradient_checks import find_single_values, parameters_of_turn, parameters_without_gradient
-from ray_app.preflight.model_checks import check_forward, check_kernels, find_failing_part, first_line
+from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
 from ray_app.task.base import Batch, Task
 from ray_app.task.language_model import CausalLanguageModel
@@ -66,6 +68,10 @@ _MAX_GPU_SPEEDUP = 1000
 """Assumed speed of a GPU, divided by that of a thread of a CPU: high, that of large convolutions in bf16."""
 _MIN_STEP_S = 0.01
 """Time of a step of a network that is as fast as its kernels are started."""
+_GPU_SPEEDUP = 50
+"""The same, low, so that the time of an evaluation on a GPU is not underrated."""
+_MIN_EVALUATION_S = 30.0
+"""An evaluation that takes less is not warned of: a few rows say too little."""
 _UNSUPPORTED_STEP = re.compile("closure|dense")
 """Words of PyTorch's errors if a dense gradient is not enough for a step (`LBFGS`, `SparseAdam`)."""
 
@@ -123,17 +129,20 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
 
     Raises:
         TaskError: A method of the task or the model fails.
-        ConfigError: There is not one loss per row, a layer has no deterministic kernel on GPUs, or the metrics lack the
-            one that selects the best checkpoint.
+        ConfigError: There is not one loss per row, an operation has no deterministic kernel on GPUs, or the metrics
+            lack the one that selects the best checkpoint.
     """
     task, state = job.task, row_probe.state
     config = job.config
     count = len(next(iter(rows.values())))
     unused = dict[str, nn.Parameter]()
     state.train()
-    if config.train.reduction == "exact":
-        check_kernels(state.model, config.scaling.worker_gpus)
-    with check_forward(state.model, config.optimizers is not None), user_code(lambda: "training on two rows"):
+    trained_on = user_code(lambda: "training on two rows")
+    with (
+        check_forward(state.model, config.optimizers is not None),
+        trained_on,
+        _recording_kernels(config, config.scaling.worker_gpus) as gpus,
+    ):
         fields = task.augment(to_batch(rows), torch.arange(count))
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
             _note_target_range(job, task, state.model, fields)
@@ -142,9 +151,15 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
             sum_losses(task, row_losses)
             moved = parameters_of_turn(state, turn)
             unused |= {name: moved[name] for name in parameters_without_gradient(row_losses.values, moved)}
+            if gpus and row_losses.values.requires_grad:
+                parameters = [p for p in state.model.parameters() if p.requires_grad]
+                torch.autograd.grad(row_losses.values.sum(), parameters, allow_unused=True)
     if config.data.eval_path is None:
         return unused
-    _check_metric_names(job, list(score(task, state.model, rows, count, HOST)))
+    evaluator_gpus = config.scaling.worker_gpus if job.workers_evaluate else config.evaluate.num_gpus
+    with _recording_kernels(config, evaluator_gpus):
+        chunks = list(score(task, state.model, rows, count, HOST))
+        _check_metric_names(job, chunks)
     with user_code(lambda: "predicting two rows"), torch.inference_mode():
         batch = to_batch(rows)
         task.predictions(task.forward(state.model, batch), batch)
@@ -191,6 +206,17 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
         raise ConfigError(f"{source} is {metric!r}; the task's metrics of one number are {', '.join(metric_names)}.")
 
 
+@contextmanager
+def _recording_kernels(config: Config, gpus: float) -> Iterator[bool]:
+    """Refuses operations without a deterministic kernel, if GPUs and exact reduction are used; yields whether."""
+    if not gpus or config.train.reduction != "exact":
+        yield False
+        return
+    with KernelRecorder() as kernels:
+        yield True
+    kernels.check(gpus)
+
+
 def check_eval_targets(context: PreflightContext) -> None:
     """Refuses rows of the evaluation data with targets that the loss of a `ModuleTask` does not take."""
     assert isinstance(context.task, ModuleTask)
@@ -210,13 +236,45 @@ def measure_reading(context: PreflightContext) -> None:
     for _ in range(_TIMED_ROWS):
         task.decode_training(rows, keys)
     decode_s = (time.thread_time() - began_s) / (_TIMED_ROWS * len(keys))
-    few = {name: concat_fields([values[:1]] * _TIMED_ROWS) for name, values in context.rows.items()}
-    began_s = time.perf_counter()
-    context.row_probe.run(few, False, "a few rows")
-    step_s = _BACKWARD_FACTOR * (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
+    step_s = _BACKWARD_FACTOR * _seconds_per_row(context, context.rows, evaluates=False)
     gpu_rows = config.scaling.worker_gpus * _MAX_GPU_SPEEDUP / step_s
     launched_rows = config.data.global_batch_size / config.scaling.worker_limit / _MIN_STEP_S
     context.reading_rates = ReadingRates(decode_s, min(gpu_rows, launched_rows))
+
+
+def check_evaluation_time(context: PreflightContext) -> list[str]:
+    """Warns if an evaluation takes longer than the steps between two checkpoints, by the time that a few rows take."""
+    config, job = context.config, context.job
+    assert context.eval_rows is not None
+    assert context.eval_source is not None
+    section, scaling = config.evaluate, config.scaling
+    rows = context.eval_source.manifest.num_rows
+    steps = job.planned_evaluations(job.total_steps)[0]
+    worker_speed = _GPU_SPEEDUP * scaling.worker_gpus or scaling.threads_per_worker
+    train_speed = worker_speed * scaling.worker_limit
+    actor_speed = section.workers * (_GPU_SPEEDUP * section.num_gpus or section.threads)
+    evaluation_s = rows * _seconds_per_row(context, context.eval_rows, evaluates=True)
+    evaluation_s /= train_speed if job.workers_evaluate else actor_speed
+    training_s = _BACKWARD_FACTOR * steps * config.data.global_batch_size / train_speed
+    training_s *= _seconds_per_row(context, context.rows, evaluates=False)
+    if evaluation_s < max(training_s, _MIN_EVALUATION_S):
+        return []
+    effect = "training waits for it" if job.workers_evaluate else "the evaluator falls behind, and the end waits for it"
+    speed_up = "" if job.workers_evaluate or section.num_gpus else ", evaluate.num_gpus: 1, more evaluate.num_cpus"
+    return [
+        f"An evaluation of {rows:,} rows takes about {evaluation_s / training_s:.1f} times as long as the {steps:,}"
+        f" steps between two checkpoints, by the time of a few rows on this CPU (a GPU counts as {_GPU_SPEEDUP} of its"
+        f" threads): {effect}. Evaluate fewer rows (evaluate.max_rows){speed_up}, or make fewer checkpoints"
+        " (checkpoint.every_steps, every_epochs)."
+    ]
+
+
+def _seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -> float:
+    """Returns the time of the forward of a row on one thread, from that of the first row, `_TIMED_ROWS` times."""
+    few = {name: concat_fields([values[:1]] * _TIMED_ROWS) for name, values in rows.items()}
+    began_s = time.perf_counter()
+    context.row_probe.run(few, evaluates, "a few rows")
+    return (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
 
 
 def try_optimizers(context: PreflightContext) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -155,6 +156,10 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
 
 
 _REGISTRY_SCHEME = "models:/"
+_MODEL_ARGUMENTS = ("model", "model_args", "module", "detector")
+"""Arguments of tasks that declare the model."""
+_PRETRAINED_ARGUMENTS = ("weights", "weights_backbone", "pretrained")
+"""Arguments of models (torchvision, timm) that request pretrained parameters."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +245,31 @@ def _read_run_classes(paths: RunPaths) -> Sequence[str] | None:
     """Returns the class names that a run has stored, or None if there are none."""
     schema = read_json(paths.schema) or {}
     return named_classes(schema.get("classes") or schema.get("class_names") or [])
+
+
+def replaced_weights_warnings(config: Config) -> list[str]:
+    """Returns warnings about pretrained parameters of a model that `train.init_from` replaces."""
+    if config.train.init_from is None:
+        return []
+    arguments = config.task.init_args
+    names = [
+        name for key in _MODEL_ARGUMENTS for name in _pretrained_arguments(arguments.get(key), f"task.init_args.{key}")
+    ]
+    return [f"{name} has no effect: the parameters are those of train.init_from. Set it to null." for name in names]
+
+
+def _pretrained_arguments(value: Any, name: str) -> list[str]:
+    """Returns the names of the arguments that request pretrained parameters, at any depth of `value`."""
+    if isinstance(value, list):
+        return [argument for i, item in enumerate(value) for argument in _pretrained_arguments(item, f"{name}[{i}]")]
+    if not isinstance(value, dict):
+        return []
+    names = [
+        f"{name}.{key}" for key in _PRETRAINED_ARGUMENTS if isinstance(value.get(key), str) or value.get(key) is True
+    ]
+    for key, item in value.items():
+        names += _pretrained_arguments(item, f"{name}.{key}")
+    return names
 
 
 def _read_package_classes(source: str) -> Sequence[str] | None:

@@ -1,8 +1,16 @@
-"""Checks of a model and a task: what checkpoints, sharding, pickling and deterministic kernels do not support."""
+"""Checks of a model and a task: what checkpoints, sharding, pickling and deterministic kernels do not support.
+
+`KernelRecorder` finds operations without a deterministic kernel on GPUs while a task runs on the CPU, where all
+operations have one. The list has the operations that `torch.use_deterministic_algorithms` documents as refused for CUDA
+tensors (torch 2.15), those that the CUDA kernels of torch and torchvision refuse in addition (`index_reduce`, pooling
+of regions), and the deformable convolution of torchvision: its backward adds atomically without an error. It does not
+have operations that PyTorch replaces in deterministic mode, such as bilinear interpolation by
+`torch.nn.functional.interpolate`, nor operations that a CPU refuses as well, such as `put_` without `accumulate`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -18,7 +26,7 @@ from ray_app.errors import ConfigError, remove_addresses
 from ray_app.preflight.purity import iter_parts
 from ray_app.reduction.base import checksum
 from ray_app.task.base import Task
-from ray_app.torch_private import tree_leaves
+from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.step.micro_batch import replaced_tensor_error
 
 _CHUNK_VALUES = 1 << 20
@@ -167,16 +175,91 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
             )
 
 
-def check_kernels(model: nn.Module, gpus: float) -> None:
-    """Refuses layers that add in any order on GPUs without an error; PyTorch itself refuses the others there.
+_POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels, as an adaptive pooling to size 1 is"
+_BLOCKS, _STRIDE = "a convolution with a stride, or a mean over reshaped blocks", "a convolution with a stride"
+_UNPOOL, _PADS = "a transposed convolution, or interpolation", "zeros, or padding_mode replicate"
+_ROWS, _MEDIAN = "mode nearest, or bilinear over (N, C, 1, W)", "sort, and the middle"
+_SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
+_PIXELS, _UNREDUCED = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, and the mean of that"
+_SAMPLED = "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
+_NONDETERMINISTIC_OPS: Mapping[str, tuple[str, str]] = {
+    "_adaptive_avg_pool2d_backward": ("AdaptiveAvgPool2d, backward", _POOLS),
+    "_adaptive_avg_pool3d_backward": ("AdaptiveAvgPool3d, backward", _POOLS),
+    "adaptive_max_pool2d_backward": ("AdaptiveMaxPool2d, backward", _POOLS),
+    "adaptive_max_pool3d_backward": ("AdaptiveMaxPool3d, backward", _POOLS),
+    "avg_pool3d_backward": ("AvgPool3d, backward", _BLOCKS),
+    "fractional_max_pool2d_backward": ("FractionalMaxPool2d, backward", _STRIDE),
+    "fractional_max_pool3d_backward": ("FractionalMaxPool3d, backward", _STRIDE),
+    "max_unpool2d": ("MaxUnpool1d or MaxUnpool2d", _UNPOOL),
+    "max_unpool3d": ("MaxUnpool3d", _UNPOOL),
+    "upsample_linear1d_backward": ("linear interpolation of one dimension, backward", _ROWS),
+    "_upsample_bilinear2d_aa_backward": ("antialiased interpolation, backward", "antialias=False"),
+    "_upsample_bicubic2d_aa_backward": ("antialiased interpolation, backward", "antialias=False"),
+    "reflection_pad1d_backward": ("ReflectionPad1d, backward", _PADS),
+    "reflection_pad2d_backward": ("ReflectionPad2d, backward", _PADS),
+    "reflection_pad3d_backward": ("ReflectionPad3d, backward", _PADS),
+    "nll_loss2d_forward": (_PIXELS, _UNREDUCED),
+    "_ctc_loss_backward": ("CTCLoss, backward", "another loss"),
+    "_embedding_bag_dense_backward": ("EmbeddingBag with mode max, backward", "mode sum or mean"),
+    "histc": ("histc", "bincount of integers"),
+    "bincount": ("bincount with weights", "index_add"),
+    "median": ("median with indices", _MEDIAN),
+    "nanmedian": ("nanmedian with indices", _MEDIAN),
+    "scatter_reduce": ("scatter_reduce with prod, amax or amin", _SCATTERED),
+    "scatter": ("scatter that multiplies", _SCATTERED),
+    "index_reduce": ("index_reduce", _SCATTERED),
+    "put": ("put with accumulate", "index_add, or scatter_add"),
+    "_roi_pool_backward": ("RoIPool, backward", "RoIAlign"),
+    "_ps_roi_align_backward": ("PSRoIAlign, backward", "RoIAlign"),
+    "_ps_roi_pool_backward": ("PSRoIPool, backward", "RoIAlign"),
+    "_deform_conv2d_backward": ("DeformConv2d, backward", "a convolution"),
+    "grid_sampler_2d_backward": _SAMPLED,
+    "grid_sampler_3d_backward": _SAMPLED,
+}
+"""Operations without a deterministic kernel on GPUs: a name for the author of a model, and what to use instead."""
+_IS_REFUSED: Mapping[str, Callable[[Callable[[int, str], Any]], bool]] = {
+    "nll_loss2d_forward": lambda argument: argument(3, "reduction") != 0,
+    "_embedding_bag_dense_backward": lambda argument: argument(7, "mode") == 2,
+    "bincount": lambda argument: argument(1, "weights") is not None,
+    "median": lambda argument: argument(1, "dim") is not None,
+    "nanmedian": lambda argument: argument(1, "dim") is not None,
+    "scatter_reduce": lambda argument: argument(4, "reduce") not in ("sum", "mean"),
+    # Multiplied by a number, and not by a tensor, the product is the same in every order.
+    "scatter": lambda argument: argument(4, "reduce") == "multiply" and isinstance(argument(3, "src"), Tensor),
+    "put": lambda argument: bool(argument(3, "accumulate")),
+}
+"""Whether a call of an operation is refused, by its arguments; all calls of the other operations are."""
 
-    The backward of torchvision's deformable convolution (0.29) is the only one that is known.
-    """
-    for name, layer in model.named_modules():
-        if gpus and type(layer).__name__ == "DeformConv2d":
+
+class KernelRecorder(TorchDispatchMode):
+    """Records the operations in its context, backward included, that a GPU would refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._refused: dict[str, str] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Records an operation if a GPU would refuse it, and calls it."""
+        options = kwargs or {}
+
+        def argument(index: int, name: str) -> Any:
+            return args[index] if len(args) > index else options.get(name)
+
+        # An operation in place has the same name with a `_` at its end.
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in _NONDETERMINISTIC_OPS and (name not in _IS_REFUSED or _IS_REFUSED[name](argument)):
+            title, instead = _NONDETERMINISTIC_OPS[name]
+            self._refused[title] = instead
+        return func(*args, **options)
+
+    def check(self, gpus: float) -> None:
+        """Refuses the recorded operations, and names alternatives; each worker, or an evaluator, has these GPUs."""
+        if self._refused:
+            lines = "\n".join(f"  {title}: choose {instead}" for title, instead in sorted(self._refused.items()))
             raise ConfigError(
-                f"train.reduction is exact, and {name} of the model is a DeformConv2d, whose gradients GPUs add in any"
-                " order. Use a convolution, or set train.reduction to overlapped, which promises no bits."
+                f"train.reduction is exact, for which PyTorch takes deterministic kernels alone, and on GPUs ({gpus:g}"
+                f" each) it has none for\n{lines}\nOr set train.reduction to overlapped, which promises the rows of a"
+                " step, but no bits."
             )
 
 

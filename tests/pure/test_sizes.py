@@ -26,7 +26,7 @@ CEILINGS = {
     "ray_app/models": 2_301,
     "ray_app/plan": 863,
     "ray_app/predict": 611,
-    "ray_app/preflight": 4_535,
+    "ray_app/preflight": 4_710,
     "ray_app/reduction": 2_307,
     "ray_app/report": 1_715,
     "ray_app/retrain": 2_137,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 9_733,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_503,
+    "tests": 73_628,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

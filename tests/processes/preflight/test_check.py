@@ -64,6 +64,7 @@ def test_the_digits_pass_every_check(
         "normalization",
         "rare rows",
         "batches",
+        "evaluation time",
         "metrics",
         "optimizer",
         "schedule",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,14 @@ from torchmetrics import Metric, MetricCollection
 
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
+from ray_app.preflight import dry_run as dry_run_module
 from ray_app.preflight.checks import CHECKS
 from ray_app.preflight.context import PreflightContext, ReadingRates
 from ray_app.preflight.inputs import InitialParameters, read_training_row
+from ray_app.preflight.model_checks import KernelRecorder
 from ray_app.task.base import Batch, Rows
+from ray_app.task.configured_arguments import compute_row_losses
+from ray_app.task.losses import Losses
 from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
@@ -169,47 +175,113 @@ def test_without_evaluation_the_dry_run_skips_its_methods(tmp_path: Path) -> Non
 
 
 class LastLayerTask(TinyImages):
-    """A network that ends in one more layer."""
+    """A network that ends in one more layer or function.
 
-    def __init__(self, last: type[nn.Module]) -> None:
+    Args:
+        last: The name of the layer in `LAYERS`.
+    """
+
+    def __init__(self, last: str) -> None:
         super().__init__()
         self.last = last
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(1, 5, 3), self.last(), nn.Flatten(2))
+        return nn.Sequential(nn.Conv2d(1, 5, 3), LAYERS[self.last](), nn.Flatten(2))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(super().forward(nn.Identity(), batch)).mean(-1)
 
 
-class PutLayer(nn.Module):
+class FunctionLayer(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))
+        return self.function(x)
 
 
-class DeformConv2d(nn.Identity):
-    """Has the name of torchvision's layer."""
+def sampled(x: Tensor) -> Tensor:
+    return functional.grid_sample(
+        x, functional.affine_grid(torch.eye(2, 3).expand(len(x), 2, 3), list(x.shape), False), align_corners=False
+    )
 
 
-def dry_run_layer(tmp_path: Path, last: type[nn.Module], **fields: Any) -> None:
+LAYERS = {
+    "AdaptiveAvgPool2d, backward": lambda: nn.AdaptiveAvgPool2d(2),
+    "AdaptiveMaxPool2d, backward": lambda: nn.AdaptiveMaxPool2d(2),
+    "AvgPool3d, backward": lambda: nn.AvgPool3d(2),
+    "FractionalMaxPool2d, backward": lambda: nn.FractionalMaxPool2d(2, 3),
+    "ReflectionPad2d, backward": lambda: nn.ReflectionPad2d(1),
+    "antialiased interpolation, backward": lambda: FunctionLayer(
+        lambda x: functional.interpolate(x, size=(9, 9), mode="bilinear", antialias=True, align_corners=False)
+    ),
+    "linear interpolation of one dimension, backward": lambda: FunctionLayer(
+        lambda x: functional.interpolate(x.flatten(2), size=9, mode="linear")[..., None]
+    ),
+    "median with indices": lambda: FunctionLayer(lambda x: x.median(-1, keepdim=True).values),
+    "grid_sample, backward": lambda: FunctionLayer(sampled),
+    "nothing": nn.Identity,
+    "put": lambda: FunctionLayer(lambda x: x * torch.zeros(1).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))),
+    "pooled to one": lambda: nn.AdaptiveAvgPool2d(1),
+    "fixed pooling": lambda: nn.AvgPool2d(2),
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "median of all": lambda: FunctionLayer(lambda x: x * x.detach().median()),
+}
+DETERMINISTIC = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all")
+
+
+def dry_run_layer(tmp_path: Path, last: str, **fields: Any) -> None:
     data = write_images(tmp_path / "data", [[8]])
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=LastLayerTask(last), **fields)
     dry_run(job)
 
 
-def test_nondeterministic_operations_are_refused_and_the_mode_is_restored(tmp_path: Path) -> None:
+def test_nondeterministic_operations_are_refused_and_the_mode_is_restored(
+    tmp_path: Path,
+) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation"):
-        dry_run_layer(tmp_path, PutLayer)
+        dry_run_layer(tmp_path, "put")
     assert not torch.are_deterministic_algorithms_enabled()
-    dry_run_layer(tmp_path / "overlapped", PutLayer, train__reduction="overlapped")
+    dry_run_layer(tmp_path / "overlapped", "put", train__reduction="overlapped")
 
 
-def test_a_layer_that_gpus_add_in_any_order_without_an_error_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 of the model is a DeformConv2d"):
-        dry_run_layer(tmp_path, DeformConv2d, scaling__gpus_per_worker=1)
-    dry_run_layer(tmp_path / "cpu", DeformConv2d)
-    dry_run_layer(tmp_path / "overlapped", DeformConv2d, scaling__gpus_per_worker=1, train__reduction="overlapped")
+@pytest.mark.parametrize("last", [name for name in LAYERS if name not in (*DETERMINISTIC, "put")])
+def test_a_layer_without_a_deterministic_gpu_kernel_is_refused_by_name(tmp_path: Path, last: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(last)) as caught:
+        dry_run_layer(tmp_path, last, scaling__gpus_per_worker=1)
+    assert ": choose " in str(caught.value)
+    assert "train.reduction to overlapped" in str(caught.value)
+    dry_run_layer(tmp_path / "cpu", last)
+    dry_run_layer(tmp_path / "overlapped", last, scaling__gpus_per_worker=1, train__reduction="overlapped")
+
+
+@pytest.mark.parametrize("last", DETERMINISTIC)
+def test_a_layer_with_deterministic_gpu_kernels_is_accepted(tmp_path: Path, last: str) -> None:
+    dry_run_layer(tmp_path, last, scaling__gpus_per_worker=1)
+
+
+def test_unreduced_losses_of_pixels_and_tokens_have_deterministic_kernels() -> None:
+    """aten/src/ATen/native/cuda/NLLLoss2d.cu raises its alert only for `reduction != Reduction::None`."""
+    for shape in ((2, 3, 4, 4), (2, 3, 5)):
+        scores, labels = torch.randn(shape, requires_grad=True), torch.zeros(shape[0], *shape[2:], dtype=torch.int64)
+        with KernelRecorder() as kernels:
+            Losses.of(
+                compute_row_losses({"class_path": "torch.nn.CrossEntropyLoss"}, scores, labels)
+            ).values.sum().backward()
+        kernels.check(1)
+    for reduction in ("mean", "sum"):
+        with KernelRecorder() as kernels:
+            functional.cross_entropy(
+                torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction
+            )
+        with pytest.raises(
+            ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"
+        ):
+            kernels.check(1)
 
 
 class StatefulModel(nn.Sequential):
@@ -565,3 +637,33 @@ def test_decoding_is_measured_for_gpus(tmp_path: Path) -> None:
     assert 0.001 < rates.decode_s < 1
     # A step of at most 4 rows takes at least 10 ms.
     assert 0 < rates.train_rows <= 4 / 0.01
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "times"),
+    [
+        ({}, 10_000, None),
+        # 10 steps of 100 rows by 2 workers take 150 s, and an evaluation of 10,000 rows on one thread 500 s.
+        ({"checkpoint__every_steps": 10}, 10_000, "3.3"),
+        ({"checkpoint__every_steps": 10, "evaluate__num_cpus": 4}, 10_000, None),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 10_000, "1.7"),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 5_000, None),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1}, 10_000, "16.7"),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, 10_000, None),
+        # An evaluation of a few seconds.
+        ({"checkpoint__every_steps": 1}, 500, None),
+    ],
+)
+def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rows: int, times: str | None
+) -> None:
+    data = write_images(tmp_path / "data", [[400]])
+    shape = {"checkpoint__every_epochs": None, "train__epochs": 100, "data__eval_path": str(data)}
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=100, task=TinyImages(), **(shape | fields))
+    monkeypatch.setattr(dry_run_module, "_seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
+    source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
+    context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
+    warnings = dry_run_module.check_evaluation_time(context)
+    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (  # type: ignore[index]
+        [times] if times is not None else []
+    )

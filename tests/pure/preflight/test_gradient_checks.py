@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -198,6 +199,27 @@ def test_means_over_rows_and_dropout_cause_no_warning(tmp_path: Path, how: str) 
 def test_options_of_log_that_would_be_ignored_are_refused(tmp_path: Path, how: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lightning_warnings(tmp_path, how)
+
+
+def sized(weights: str | None = None, kappa: str = "") -> nn.Module:
+    del weights, kappa
+    return Parts()
+
+
+@pytest.mark.parametrize(
+    ("model", "num_warnings"), [({"weights": "DEFAULT"}, 1), ({"weights": None}, 0), ({"kappa": "linear"}, 0)]
+)
+def test_pretrained_parameters_that_init_from_replaces_are_warned_of(
+    tmp_path: Path, model: dict[str, Any], num_warnings: int
+) -> None:
+    data = write(tmp_path / "data", x=[float(i) for i in range(16)], y=[float(i) for i in range(16)])
+    safetensors.torch.save_file(Parts().state_dict(), tmp_path / "model.safetensors")
+    init_args = {"model": {"class_path": HERE + "sized", "init_args": model}, "inputs": ["x"], "target": "y"}
+    init_args |= {"loss": {"class_path": "torch.nn.MSELoss"}}
+    fields = {"train__init_from": str(tmp_path / "model.safetensors")}
+    warnings = prepare(config_of(data, MODULE, init_args, {"lr": 0.1}, **fields)).warnings
+    assert len(warnings) == num_warnings
+    assert all("task.init_args.model.init_args.weights has no effect" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
