@@ -60,17 +60,17 @@ class OneWorker:
     recovers = False
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         yield World(0, 1, 1), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
         return Flags(0)
 
-    def is_leaving(self) -> bool:
-        """See `Membership.is_leaving`."""
+    def is_draining(self) -> bool:
+        """See `Membership.is_draining`."""
         return False
 
     def enter(self, phase: Phase) -> None:

@@ -142,9 +142,9 @@ class Group(SingleProcessMembership):
         self._device, self._backend = device, backend
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         formed = GenerationInfo(1, self._world.rank, self._world.size, LOCALHOST, self._port, key="ab" * KEY_BYTES)
         if self._world.size == 1:
             yield self._world, formed

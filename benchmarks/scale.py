@@ -12,7 +12,6 @@ python benchmarks/scale.py --workers 1000 --actor
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import os
@@ -79,7 +78,7 @@ class SimulatedRendezvous:
         self.now_s = 1000.0
         self.messages, self.bytes = 0, 0
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
-        asyncio.run(self.rendezvous.set_expected(workers))
+        self.rendezvous.set_expected(workers)
         hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // WORKERS_PER_NODE))]
         self.beats = [
             Heartbeat(f"{i:032x}", f"{i // WORKERS_PER_NODE:056x}", hosts[i // WORKERS_PER_NODE], 40000, i)

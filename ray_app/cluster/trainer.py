@@ -26,8 +26,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_app.cluster.controller.decisions import StoppedWaitingError
 from ray_app.cluster.controller.failure_budget import FailureBudget
 from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
-from ray_app.cluster.rendezvous.client import RendezvousClient
-from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
+from ray_app.cluster.rendezvous.client import ANSWER_S, RendezvousClient
 from ray_app.config.config import Config
 from ray_app.config.strategies import list_strategies
 from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
@@ -360,7 +360,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     # Ray Train starts all workers together, and none joins them later.
     group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
-        args.rendezvous,
+        RendezvousHandle(args.rendezvous, ANSWER_S),
         job.plan.logical_workers,
         device,
         _choose_backend(job.config, device),
@@ -405,14 +405,14 @@ def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device
     """
     parameters, job = args.parameters, args.job
     assert parameters is not None
-    membership.need_no_group()
+    membership.step_without_group()
     name = ray.get_runtime_context().get_actor_id()
     worker = ParameterWorker(
         job, name, parameters.ask, parameters.servers, membership, _window_opener(args), device, args.hooks
     )
     try:
         while worker.once(_REQUEST_TIMEOUT_S):
-            if membership.is_leaving():
+            if membership.is_draining():
                 worker.finish()
                 if membership.flags() & Flags.SAVE:
                     raise PreemptedError("All workers have to leave their nodes; the parameter servers keep the state.")

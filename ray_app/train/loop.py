@@ -27,7 +27,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.checkpointing.step_log import BadRows, StepLog, restore_state
 from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
+from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Membership, Phase
 from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
 from ray_app.train.step.step_stats import StepResult
@@ -131,13 +131,13 @@ class _Worker:
         repeated_breaks = 0
         broken_at_step: int | None = None
         while True:
-            # These flags remain if this worker has to leave before a generation forms; without `REFORM` the run would
+            # These flags remain if this worker is drained before a generation forms; without `REFORM` the run would
             # count as over below.
             flags = Flags.REFORM
             self._free_device()
             try:
                 joined = self._membership.generation(self._state.step, broken_since_s is not None)
-                with joined as (group, generation), self._state.sync.bind(group) as world, translate_peer_errors():
+                with joined as (world, generation), self._state.sync.bind(world) as world, translate_peer_errors():
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
                     self._state.sync.collect()
@@ -157,16 +157,16 @@ class _Worker:
                 raise error.with_context(
                     f"rank {self._rank} after step {self._finished_steps}", rows
                 ) from error.__cause__
-            except LeavingError:
-                # The check below ends this worker; if the reason to leave is gone by then, it waits again.
+            except DrainedError:
+                # The check below ends this worker; if the reason to drain is gone by then, it waits again.
                 pass
-            # The end of the run is checked before the end of this worker: a worker that has to leave when the run is
+            # The end of the run is checked before the end of this worker: a worker that is draining when the run is
             # over must still report a last checkpoint that failed.
             if not flags & Flags.REFORM:
                 self._step_log.check()
                 return True
-            if self._membership.is_leaving():
-                self._leave(flags)
+            if self._membership.is_draining():
+                self._exit_drained(flags)
                 return False
 
     def _free_device(self) -> None:
@@ -355,7 +355,7 @@ class _Worker:
         self._validation.run(world)
         self._step_log.skip_time()
 
-    def _leave(self, flags: Flags) -> None:
+    def _exit_drained(self, flags: Flags) -> None:
         """Ends this worker, because it has to leave its node; saves the state first if `has_to_save_on_exit`.
 
         Args:

@@ -495,9 +495,9 @@ class FileStoreMembership(SingleProcessMembership):
         self._hosts = hosts
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """Forms the only generation; see `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         rank, size = self._world.rank, self._world.size
         info = GenerationInfo(1, rank, size, "", 0, self._hosts)
         if size == 1:

@@ -44,8 +44,8 @@ class OwnGroupMembership(LocalMembership):
     group_backend: Literal["auto", "gloo"] = "auto"
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        del step, lost
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
+        del step, was_broken
         world, number = self._world, self._number
         hosts = self.hosts[: world.size]
         info = GenerationInfo(number, world.rank, world.size, "127.0.0.1", self.port, hosts, "ab" * KEY_BYTES)

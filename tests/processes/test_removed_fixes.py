@@ -37,16 +37,18 @@ class Fix(NamedTuple):
 
 
 CLIENT, SERVER = "cluster/rendezvous/client.py", "cluster/rendezvous/rendezvous.py"
+PROTOCOL = "cluster/rendezvous/worker_protocol.py"
+PROTOCOL = "cluster/rendezvous/worker_protocol.py"
 PROCESS_GROUP = "train/process_group.py"
 FIXES = {
     "an error is reported at once": Fix(CLIENT, "            self._report_break(error)\n", "", ERROR),
-    "a failed worker leaves before it ends": Fix(
+    "a failed worker reports its exit before it ends": Fix(
         CLIENT, "            self._wake()\n        else:\n            self.close()", "            self._wake()", ERROR
     ),
-    "a new generation is not lost": Fix(CLIENT, '= "forming", False\n', '= "forming", self._lost\n', ERROR),
+    "a new generation is not lost": Fix(PROTOCOL, '= "forming", False\n', '= "forming", self.was_broken\n', ERROR),
     "a loss is read alone": Fix(
         SERVER,
-        "            self._is_broken |= heartbeat.lost and not heartbeat.wait_number\n",
+        "            self._is_broken |= heartbeat.was_broken and not heartbeat.wait_number\n",
         "",
         f"{RENDEZVOUS}::test_a_worker_that_fails_in_the_middle",
     ),

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 650,
     "ray_app/cli": 2_441,
-    "ray_app/cluster": 4_752,
+    "ray_app/cluster": 4_792,
     "ray_app/config": 1_706,
     "ray_app/data": 4_237,
     "ray_app/drill": 3_053,
@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_624,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_733,
+    "ray_app/train": 9_738,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 75_631,
+    "tests": 75_427,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

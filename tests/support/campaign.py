@@ -104,7 +104,7 @@ class PipedMembership(LocalMembership):
         self._number = 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._death.arm(None)
         self._pipe.send(("waits", step))
@@ -114,7 +114,7 @@ class PipedMembership(LocalMembership):
         self._number, rank, size, fault = values
         self._world = World(rank, size, self._world.logical_workers)
         self._store = self._folder / str(self._number)
-        with super().generation(step, lost) as (world, formed):
+        with super().generation(step, was_broken) as (world, formed):
             self._death.arm(fault)
             yield world, replace(formed, number=self._number)
 

@@ -201,14 +201,14 @@ class LocalMembership(FileStoreMembership):
         self._num_steps = 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         if self._world.size == 1 or self._backend == "gloo":
-            with super().generation(step, lost) as generation:
+            with super().generation(step, was_broken) as generation:
                 yield generation
             return
         with (
             watch_peers(self._store, self._world.rank, self._world.size) as watch,
-            super().generation(step, lost) as (world, info),
+            super().generation(step, was_broken) as (world, info),
         ):
             state = _DeviceState(dist.group.WORLD)
             watch(state.abort)

@@ -25,7 +25,7 @@ class DrainedMembership(LocalMembership):
         self._num_steps += 1
         return Flags.REFORM | Flags.SAVE if self._num_steps == STEP else Flags(0)
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return self._num_steps >= STEP
 
 

@@ -28,7 +28,7 @@ from ray_app.train.checkpointing import persistence as writer_module
 from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import _MAX_BROKEN_GENERATIONS, train
-from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Phase, SingleProcessMembership
+from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase, SingleProcessMembership
 from tests.support.local_world import TinyImages, make_job, write_images
 
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ class Regrouping(SingleProcessMembership):
         self.phases: list[Phase] = []
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        del step, lost
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
+        del step, was_broken
         self.generations += 1
         yield World(0, 1, 4), GenerationInfo(self.generations, 0, 1, "", 0)
 
@@ -88,11 +88,11 @@ class LeavingMembership(SingleProcessMembership):
     def __init__(self) -> None:
         super().__init__(4, lambda: False)
 
-    def generation(self, step: int, lost: bool) -> Any:
-        del step, lost
-        raise LeavingError
+    def generation(self, step: int, was_broken: bool) -> Any:
+        del step, was_broken
+        raise DrainedError
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return True
 
 
@@ -286,7 +286,7 @@ class Draining(SingleProcessMembership):
         self.steps += 1
         return Flags.REFORM if self.steps == self.reform_after else Flags(0)
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return True
 
 
