@@ -25,16 +25,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
 from ray_app.plan.assignment import blocks_by_speed
-from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World
 from ray_app.reduction.messages import gather
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import device_label
 from ray_app.train.job import Job
-from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
@@ -103,7 +100,7 @@ class Straggler:
     event: Literal["straggler_detected", "straggler_recovered", "stalled"]
 
 
-class StepTimer(StepHook):
+class StepTimer:
     """Measures the `TimeBreakdown` of each step.
 
     Args:
@@ -120,10 +117,9 @@ class StepTimer(StepHook):
         self._previous_began_s = self._previous_reduced_s = 0.0
         self._num_logical_workers = 1
 
-    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
-        """Marks the beginning of a step, see `StepHook.begin`."""
-        del step, cursor, global_rows
-        self._num_logical_workers = len(batches)
+    def begin(self, logical_workers: int) -> None:
+        """Marks the beginning of a step in which this rank runs so many logical workers."""
+        self._num_logical_workers = logical_workers
         self._previous_began_s = self._began_s
         self._previous_reduced_s = self._reduced_s
         self._began_s = time.perf_counter()

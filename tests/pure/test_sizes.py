@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_366,
     "ray_app/storage": 1_498,
     "ray_app/submit": 737,
-    "ray_app/task": 9_624,
+    "ray_app/task": 9_620,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_738,
+    "ray_app/train": 9_686,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 75_427,
+    "tests": 75_423,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

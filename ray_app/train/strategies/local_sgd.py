@@ -37,8 +37,8 @@ from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
-from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import StepResult, StepStats
+from ray_app.train.stragglers import StepTimer
 
 
 def apply_round(
@@ -169,7 +169,7 @@ class LocalStep:
         world: The workers of the generation.
         device: Device to compute on.
         enter: Called with each phase that the step begins.
-        hooks: What wraps the step; only its points `begin`, `computed` and `reduced` are called.
+        timer: Measures the time of the step; None if nothing compares the times of workers.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class LocalStep:
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
-        hooks: StepHook,
+        timer: StepTimer | None,
     ) -> None:
         self._job = job
         self._state = state
@@ -190,7 +190,7 @@ class LocalStep:
         self._stats = stats
         self._world = world
         self._enter = enter
-        self._hooks = hooks
+        self._timer = timer
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
         # The replica of each logical worker of this rank.
         self._replicas = {v: LocalReplica(job, device) for v in world.assigned}
@@ -223,14 +223,16 @@ class LocalStep:
         Raises:
             PeerLostError: A peer left meanwhile; all logical workers return to the beginning of the round.
         """
-        self._hooks.begin(self._finished_steps, cursor, batches, global_rows)
+        if self._timer is not None:
+            self._timer.begin(len(batches))
         # Forward and backward of each replica.
         device_sums, device_norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
             batch_sums, batch_norms = self._run_replica(cursor, batch)
             device_sums.append(batch_sums)
             device_norms.append(batch_norms)
-        self._hooks.computed()
+        if self._timer is not None:
+            self._timer.computed()
         # Synchronize, and gather the statistics.
         all_sums, numbers = read_sums(self._job.task, device_sums, [norm for norms in device_norms for norm in norms])
         remaining_norms = iter(numbers)
@@ -241,10 +243,11 @@ class LocalStep:
             shares.append((sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0))
         self._enter("reduction")
         result = self._stats.gather_batches(batches, all_sums, global_rows, flags, shares)
-        self._hooks.reduced()
+        if self._timer is not None:
+            self._timer.reduced()
         # Check.
         result.check_rows(cursor, global_rows)
-        result = result.over_weight(global_rows)
+        result = result.rescale_to_weight(global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._raise_non_finite(cursor, batches, all_sums, result)
         # Update each replica, and the common state at the end of a round.
