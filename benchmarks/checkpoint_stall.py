@@ -179,6 +179,7 @@ def run_side(name: str, folder: Path) -> Cost:
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
     from ray_app.runlog.lease import acquire_lease
+    from ray_app.train.context import WorkerContext
     from ray_app.train.job import Hooks
     from ray_app.train.loop import train
 
@@ -190,7 +191,11 @@ def run_side(name: str, folder: Path) -> Cost:
         job = claim(prepared, lease.fence).job
         windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(make_saver(job, folder) if name == SAVE else None)
-        train(job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook))
+        train(
+            WorkerContext(
+                job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook)
+            )
+        )
     records, _ = read_records(job.paths)
     steps = {step: record.step_ms for step, record in records.items() if FIRST < step <= LAST}
     throughput, cpu = 1 / median_ratio(hook.wall_s), median_ratio(hook.cpu_s)

@@ -23,6 +23,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, collective
 from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import KEY_BYTES, GenerationInfo, SingleProcessMembership
@@ -172,7 +173,7 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
     )
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    train(job, membership, open_windows, torch_device, hooks, load_evaluation=load)
+    train(WorkerContext(job, membership, open_windows, torch_device, hooks, load_evaluation=load))
 
 
 def device_of(device: str, number: int) -> torch.device:

@@ -43,6 +43,7 @@ from ray_app.runlog.history import _RecordColumns
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files
+from ray_app.task.losses import MetricKey
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepStats
@@ -162,7 +163,7 @@ def measure_table(workers: int) -> dict[str, float]:
     """Measures the table of a step; the rows of other ranks come from the simulated network."""
     world = World(0, workers, workers)
     stats = [
-        ReplicaStats(v, 32, 2**63 + v, 0, 0.1, 0, 0.1, 0.0, 0.0, 0.1, 0.1, 32.0, {"accuracy": 16.0})
+        ReplicaStats(v, 32, 2**63 + v, 0, 0.1, 0, 0.1, 0.0, 0.0, 0.1, 0.1, 32.0, {MetricKey("accuracy"): 16.0})
         for v in range(workers)
     ]
     step, sent = StepStats(world), dict[int, torch.Tensor]()

@@ -76,7 +76,7 @@ ZERO_SUMS = LossSums(0.0, 0.0, {})
 
 
 class MetricKey(NamedTuple):
-    """A metric of a training step: its name, and its reduction if `reduce` has got it, so that it is no mean."""
+    """A metric of a training step: its name, and its reduction if `reduce` has got it, which else is a mean of rows."""
 
     name: str
     reduction: ReplicaReduction | None = None

@@ -28,8 +28,7 @@ from ray_app.train.step.cuda_graphs import CudaGraphs, make_graph_backend
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
 from ray_app.train.step.sdc import ComparedWorkers, SdcChecker
 from ray_app.train.step.step import Step, TurnStep
-from ray_app.train.step.step_stats import StepStats
-from ray_app.train.stragglers import StepTimer
+from ray_app.train.step.step_stats import StepStats, StepTimer
 from ray_app.train.strategies.central_storage import CentralPlacement
 from ray_app.train.strategies.local_sgd import LocalStep
 

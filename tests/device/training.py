@@ -19,6 +19,7 @@ from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import accelerator
 from ray_app.reduction.base import World, collective
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import KEY_BYTES, GenerationInfo
@@ -142,7 +143,7 @@ def _train(
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:
-        train(job, membership, windows, device, hooks, load_evaluation=load)
+        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load))
     except BaseException:
         traceback.print_exc()
         raise

@@ -27,6 +27,7 @@ import torch
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.reduction.base import World
 from ray_app.testing import cache_windows, make_context
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo
@@ -130,7 +131,8 @@ class PipedMembership(LocalMembership):
 def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows, device: torch.device) -> None:
     death = FaultTrigger(pipe)
     try:
-        train(job, PipedMembership(pipe, folder, job.plan.logical_workers, death), windows, device, death.hooks)
+        membership = PipedMembership(pipe, folder, job.plan.logical_workers, death)
+        train(WorkerContext(job, membership, windows, device, death.hooks))
         death.arm(None)
         pipe.send(("done", None))
     except BaseException:

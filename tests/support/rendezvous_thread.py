@@ -28,6 +28,7 @@ from ray_app.errors import TaskError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.testing import RankResult, cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import Heartbeat
@@ -168,7 +169,7 @@ def train_at_rendezvous(
         )
         is_over = False
         try:
-            is_over = train(job, membership, cache_windows, device, hooks)
+            is_over = train(WorkerContext(job, membership, cache_windows, device, hooks))
         except BaseException:
             traceback.print_exc()
             raise

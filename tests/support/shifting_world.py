@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray_app.reduction.base import World
 from ray_app.testing import RankResult, WorkerPool, cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import DrainedError, Flags, GenerationInfo
@@ -113,11 +114,13 @@ def _train(
 ) -> str:
     try:
         train(
-            job,
-            ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
-            windows,
-            CPU,
-            hooks,
+            WorkerContext(
+                job,
+                ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
+                windows,
+                CPU,
+                hooks,
+            )
         )
     except BaseException:
         traceback.print_exc()

@@ -21,8 +21,7 @@ from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
 from ray_app.train.step.sdc import SdcChecker
-from ray_app.train.step.step_stats import StepResult, StepStats
-from ray_app.train.stragglers import StepTimer
+from ray_app.train.step.step_stats import StepResult, StepStats, StepTimer
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.data.windows import MicroBatch
-from ray_app.devices import HOST, to_device
+from ray_app.devices import HOST, kind_of, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, check_device_errors, launch_guard
@@ -58,6 +59,59 @@ class TimeBreakdown(NamedTuple):
 NO_TIME = TimeBreakdown(0.0, 0.0, 0.0, 0.0)
 TimeValues = tuple[float, float, float, float]
 """The values of a `TimeBreakdown` in the order of its fields, as the ranks gather them."""
+
+
+class StepTimer:
+    """Measures the `TimeBreakdown` of each step.
+
+    Args:
+        device: Device that computes; a device with streams is timed by its events.
+
+    Attributes:
+        data_wait_s: Seconds that this rank waited for the data of the step; set by the caller before the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.data_wait_s = 0.0
+        self._events = kind_of(device).make_timers(2)
+        self._began_s = self._computed_s = self._reduced_s = 0.0
+        self._previous_began_s = self._previous_reduced_s = 0.0
+        self._num_logical_workers = 1
+
+    def begin(self, logical_workers: int) -> None:
+        """Marks the beginning of a step in which this rank runs so many logical workers."""
+        self._num_logical_workers = logical_workers
+        self._previous_began_s = self._began_s
+        self._previous_reduced_s = self._reduced_s
+        self._began_s = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record()
+
+    def computed(self) -> None:
+        """Marks that the last backward of the step is done, or has been launched on the device."""
+        self._computed_s = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+
+    def reduced(self) -> None:
+        """Marks that the gradients are reduced."""
+        self._reduced_s = time.perf_counter()
+
+    def breakdown(self) -> TimeBreakdown:
+        """Returns where the time of the step went.
+
+        Call it after the step's device synchronization point; otherwise it waits for the device.
+        """
+        compute_s = self._computed_s - self._began_s
+        if self._events is not None:
+            # If no logical worker of this rank had rows, the synchronization point did not wait for this event.
+            self._events[1].synchronize()
+            compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+        compute_s /= self._num_logical_workers
+        if not self._previous_began_s:
+            return TimeBreakdown(compute_s, self.data_wait_s, 0.0, 0.0)
+        other_s = max(0.0, self._began_s - self._previous_reduced_s - self.data_wait_s)
+        return TimeBreakdown(compute_s, self.data_wait_s, other_s, self._began_s - self._previous_began_s)
 
 
 class ReplicaStats(NamedTuple):

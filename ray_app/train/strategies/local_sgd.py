@@ -37,8 +37,7 @@ from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
-from ray_app.train.step.step_stats import StepResult, StepStats
-from ray_app.train.stragglers import StepTimer
+from ray_app.train.step.step_stats import StepResult, StepStats, StepTimer
 
 
 def apply_round(

@@ -136,8 +136,8 @@ SITES: dict[Site, Case | Check | str] = {
         "CentralPlacement._fetch_gradients",
         "kind.synchronize_stream(self._device)",
     ): Case("central_storage", 1),
-    Site("train.stragglers", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
-    Site("train.stragglers", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
+    Site("train.step.step_stats", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
+    Site("train.step.step_stats", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
     Site("train.step.step_stats", "StepStats.gather_on_device", "check_device_errors()"): LINK,
     Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
@@ -163,7 +163,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,
     Site("devices", "DeviceKind.synchronize", "self.module.synchronize(device)"): ABORT,
     Site(
-        "train.stragglers", "StepTimer.breakdown", "self._events[1].synchronize()"
+        "train.step.step_stats", "StepTimer.breakdown", "self._events[1].synchronize()"
     ): "a GPU has no time of an event that it has not reached; the simulated devices reach each at once",
 }
 """Every statement that orders work, but those of CUDA graphs, with a training or check that
