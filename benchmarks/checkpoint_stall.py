@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord, read_events, read_records
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo, Phase

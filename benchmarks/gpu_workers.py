@@ -20,7 +20,8 @@ from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.models.inputs import open_rows
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
 from ray_app.train.context import WorkerContext

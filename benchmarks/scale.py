@@ -36,8 +36,8 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.reduction.base import World, plan_stages
 from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
+from ray_app.reduction.world import World, plan_stages
 from ray_app.runlog import journal
 from ray_app.runlog.history import _RecordColumns
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord

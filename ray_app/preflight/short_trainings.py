@@ -30,7 +30,7 @@ from ray_app.plan.order import Cursor
 from ray_app.preflight.inputs import make_plan
 from ray_app.preflight.purity import find_impurities
 from ray_app.preflight.sandbox import Call, CallResult, Sandbox
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.evaluations import read_scores
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows

@@ -26,23 +26,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.devices import HOST, HOST_GROUP, kind_of
-from ray_app.reduction.base import (
+from ray_app.reduction.overlap import SideStream, SideThread
+from ray_app.reduction.peer_errors import launch_guard
+from ray_app.reduction.reducer import (
     ALIGNED_BYTES,
     GradientReducer,
-    Stage,
     T,
-    TreeSum,
-    World,
-    add_rows,
-    are_rows,
     checksum,
     gradient_norms,
-    launch_guard,
     partial_gradient_error,
-    tree_parents,
 )
-from ray_app.reduction.overlap import SideStream, SideThread
 from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
+from ray_app.reduction.tree import TreeSum, add_rows, are_rows, tree_parents
+from ray_app.reduction.world import Stage, World
 from ray_app.torch_private import run_backward
 
 _MEBI = 1 << 20

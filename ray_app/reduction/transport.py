@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_app.reduction.base import Stage, World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import Stage, World
 
 _WAIT_TIMEOUT = timedelta(days=1)
 
@@ -41,7 +42,7 @@ class P2PWork:
         """Waits until the message has been received, or has been sent and `value` may be overwritten.
 
         Raises:
-            RuntimeError: The peer is lost; `reduction.base.collective` turns this into `PeerLostError`.
+            RuntimeError: The peer is lost; `reduction.peer_errors.collective` turns this into `PeerLostError`.
         """
         self._work.wait(_WAIT_TIMEOUT)
 

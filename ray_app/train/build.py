@@ -18,8 +18,9 @@ from ray_app.config.import_paths import load_class
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import GradientReducer, World
 from ray_app.reduction.bucketed import BucketedReducer
+from ray_app.reduction.reducer import GradientReducer
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
@@ -143,7 +144,7 @@ def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
         ) from error
     if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
         raise ConfigError(
-            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.base.GradientReducer. Derive it"
+            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.reducer.GradientReducer. Derive it"
             " from that."
         )
     if missing := sorted(reducer.__abstractmethods__):

@@ -18,7 +18,8 @@ from ray_app.data.feed import Feed
 from ray_app.devices import kind_of
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, translate_peer_errors
+from ray_app.reduction.peer_errors import translate_peer_errors
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.storage.files import put_atomic
 from ray_app.task import environment

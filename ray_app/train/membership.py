@@ -16,7 +16,7 @@ from enum import IntFlag
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord
 
 HEARTBEAT_S = 0.25

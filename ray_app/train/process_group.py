@@ -26,7 +26,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from ray_app.devices import HOST, HOST_GROUP, kind_of
 from ray_app.errors import ForgedMessageError, PeerLostError
 from ray_app.reduction import messages
-from ray_app.reduction.base import World, clear_group, collective, launch_lock, set_group, stage_groups
+from ray_app.reduction.peer_errors import clear_group, collective, launch_lock, set_group
+from ray_app.reduction.world import World, stage_groups
 from ray_app.torch_private import (
     ErrorType,
     backend_error,
@@ -201,7 +202,7 @@ class ProcessGroup:
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
-        """Returns whether a backend of the group reports an error, see `reduction.base.Breakable`; False with gloo."""
+        """Returns whether a backend of the group reports an error, see `reduction.peer_errors.Breakable`; False with gloo."""
         # `_error` is None if another thread aborts the group meanwhile.
         return self.has_device_collectives and (self._error() is not None or self.is_aborted)
 

@@ -25,8 +25,8 @@ import numpy.typing as npt
 import torch
 
 from ray_app.plan.assignment import blocks_by_speed
-from ray_app.reduction.base import World
 from ray_app.reduction.messages import gather
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import device_label
 from ray_app.train.job import Job

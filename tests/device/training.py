@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import accelerator
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows

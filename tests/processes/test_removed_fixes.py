@@ -83,7 +83,7 @@ FIXES = {
         f"{GROUP}::test_all_groups_abort_at_the_same_time",
     ),
     "no launch follows an abort": Fix(
-        "reduction/base.py",
+        "reduction/peer_errors.py",
         "    if _group is not None and _group.is_aborted:\n        raise PeerLostError(",
         "    if False:\n        raise PeerLostError(",
         f"{GROUP}::test_an_abort_waits_for_a_running_launch",

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import cache_windows, make_context
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows

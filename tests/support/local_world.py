@@ -28,7 +28,8 @@ from ray_app.data.windows import StreamedWindows, Windows
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.inputs import make_plan, read_classes
-from ray_app.reduction.base import World, clear_group, set_group
+from ray_app.reduction.peer_errors import clear_group, set_group
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
@@ -225,7 +226,7 @@ class LocalMembership(FileStoreMembership):
 
 
 class _DeviceState:
-    """The state of a process group like one of a device, see `reduction.base.Breakable`."""
+    """The state of a process group like one of a device, see `reduction.peer_errors.Breakable`."""
 
     is_aborted = False
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import RankResult, WorkerPool, cache_windows
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows

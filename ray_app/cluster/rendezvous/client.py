@@ -29,7 +29,8 @@ from ray_app.cluster.rendezvous.server import decode_reply, encode
 from ray_app.cluster.rendezvous.worker_protocol import WorkerProtocol
 from ray_app.devices import HOST_GROUP
 from ray_app.errors import ConfigError, PeerLostError, SilentActorError
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.environment import device_uuid

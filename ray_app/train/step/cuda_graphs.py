@@ -23,7 +23,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import GraphBackend, kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer
+from ray_app.reduction.reducer import GradientReducer
 from ray_app.task.base import Batch
 from ray_app.task.losses import DeviceSums, sum_on_device
 from ray_app.torch_private import TorchDispatchMode, foreach_copy_, run_backward, tree_leaves

@@ -21,8 +21,10 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, launch_guard, state_checksum
 from ray_app.reduction.messages import gather
+from ray_app.reduction.peer_errors import launch_guard
+from ray_app.reduction.reducer import GradientReducer, state_checksum
+from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import DeviceSums, Losses, MetricKey, check_losses, reduced_values, sum_on_device

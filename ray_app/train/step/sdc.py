@@ -30,10 +30,12 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective, state_checksum
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import gather, receive_value, start_send_value
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.transport import P2PWork, sum_over_ranks
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import describe, device_label
 from ray_app.train.job import Job

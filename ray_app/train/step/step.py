@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, scale_and_clip, total_norm
+from ray_app.reduction.reducer import GradientReducer, scale_and_clip, total_norm
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.task.losses import DeviceSums, LossSums, read_sums
 from ray_app.train.membership import Flags, Phase

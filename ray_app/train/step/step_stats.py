@@ -23,9 +23,10 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import HOST, kind_of, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, check_device_errors, launch_guard
 from ray_app.reduction.messages import gather
+from ray_app.reduction.peer_errors import check_device_errors, launch_guard
 from ray_app.reduction.transport import sum_over_ranks
+from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, LossSums, MetricKey, ReplicaReduction, check_weight, join_values
 from ray_app.train.membership import Flags
 

@@ -28,8 +28,10 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.reducer import GradientReducer
 from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
+from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import open_group_of_one

@@ -27,9 +27,10 @@ from torch import Tensor
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gradient_norms, scale_and_clip, total_norm
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import check_errors_on_all_ranks, gather
+from ray_app.reduction.reducer import gradient_norms, scale_and_clip, total_norm
+from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, LossSums, read_sums, sum_on_device
 from ray_app.torch_private import run_backward
 from ray_app.train.job import Job

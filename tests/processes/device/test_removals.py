@@ -98,8 +98,8 @@ def drop_memory_on_a_side_stream(rank: int, store: Path) -> float:
 
 def add_on_the_host(rank: int, store: Path) -> list[float]:
     """Copies a gradient to a bucket in the memory of the host, and reads the sum at once."""
-    from ray_app.reduction.base import World
     from ray_app.reduction.bucketed import Bucket
+    from ray_app.reduction.world import World
     from tests.device.sim import DEVICE
 
     bucket = Bucket([torch.nn.Parameter(torch.ones(5, device=DEVICE))], World(0, 2, 2), 0)
@@ -139,7 +139,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("train.step.step_stats", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
     Site("train.step.step_stats", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
     Site("train.step.step_stats", "StepStats.gather_on_device", "check_device_errors()"): LINK,
-    Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
+    Site("reduction.peer_errors", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
     Site("train.process_group", "ProcessGroup._open", "self.check_device_errors()"): LINK,
     Site(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import receive, start_send
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool
 from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo

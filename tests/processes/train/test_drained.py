@@ -8,7 +8,7 @@ import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PreemptedError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job

@@ -28,7 +28,7 @@ from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, file_writers, p
 from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores

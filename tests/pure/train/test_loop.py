@@ -17,7 +17,7 @@ from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries

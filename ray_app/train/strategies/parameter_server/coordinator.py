@@ -28,7 +28,8 @@ from ray_app.checkpoint.format import pack, unpack
 from ray_app.devices import HOST
 from ray_app.errors import NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, total_norm
+from ray_app.reduction.reducer import total_norm
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task import environment
 from ray_app.train.checkpointing.persistence import SnapshotSender

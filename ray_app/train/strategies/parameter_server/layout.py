@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import gradient_norms
+from ray_app.reduction.reducer import gradient_norms
 from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64

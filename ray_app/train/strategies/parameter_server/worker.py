@@ -17,7 +17,8 @@ from ray_app.data.feed import Feed
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gradient_norms, total_norm
+from ray_app.reduction.reducer import gradient_norms, total_norm
+from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Task
 from ray_app.task.losses import ZERO_SUMS, sum_losses

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank

@@ -17,7 +17,7 @@ from ray_app import Losses, reduce
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_records
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
