@@ -356,7 +356,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     with user_code(lambda: "a worker alone on its device, before it joins the others"):
         device = _prove_device(job.config)
     # Ray Train starts all workers together, and none joins them later.
-    group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
+    fixed_workers = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
         RendezvousHandle(args.rendezvous, ANSWER_S),
         job.plan.logical_workers,
@@ -364,12 +364,12 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         _choose_backend(job.config, device),
         job.paths,
         job.fence,
-        group_size,
+        fixed_workers,
     )
     is_run_over = False
     try:
-        if group_size is not None and ray.train.get_context().get_world_rank() == 0:
-            put_event(job.paths, "workers", job.fence, workers=group_size)
+        if fixed_workers is not None and ray.train.get_context().get_world_rank() == 0:
+            put_event(job.paths, "workers", job.fence, workers=fixed_workers)
         evaluation, cache = args.evaluation, args.memory_cache
         context = WorkerContext(
             job,

@@ -79,7 +79,7 @@ def build_step(
 
     # One local step with an outer learning rate of 1 and without momentum is `ddp`, which `Step` computes.
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
-        reducer = build_bucketed_reducer(train, state.model, world)
+        reducer = BucketedReducer(state.model, world, train.reduction, train.bucket_mb)
         return LocalStep(job, state, reducer, make_stats(), world, device, enter, timer)
     make_passes: Callable[..., Passes] = Passes
     if train.strategy == "fsdp":
@@ -104,11 +104,6 @@ def build_step(
     return TurnStep(state, state.turns, make_step) if state.turns is not None else make_step()
 
 
-def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """Returns the gradient reducer for a whole model on every worker, as configured."""
-    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
-
-
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
     """Returns the configured gradient reducer: a class of the user, a bucketed one, or one for `fsdp`.
 
@@ -124,7 +119,7 @@ def build_reducer(train: TrainSection, model: nn.Module, world: World) -> Gradie
         if train.reduction == "exact":
             return sharded.DeterministicShardedReducer(model, world)
         return sharded.FsdpReducer(model, world)
-    return build_bucketed_reducer(train, model, world)
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
 
 
 def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:

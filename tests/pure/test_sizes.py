@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 650,
     "ray_app/cli": 2_441,
-    "ray_app/cluster": 4_765,
+    "ray_app/cluster": 4_752,
     "ray_app/config": 1_706,
     "ray_app/data": 4_237,
     "ray_app/drill": 3_053,
@@ -27,7 +27,7 @@ CEILINGS = {
     "ray_app/plan": 863,
     "ray_app/predict": 611,
     "ray_app/preflight": 4_654,
-    "ray_app/reduction": 2_324,
+    "ray_app/reduction": 2_341,
     "ray_app/report": 1_809,
     "ray_app/retrain": 2_211,
     "ray_app/runlog": 2_366,
@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_620,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_718,
+    "ray_app/train": 9_699,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 75_452,
+    "tests": 75_483,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -50,7 +50,7 @@ class Worker(WorkerProtocol):
     def __init__(self, identity: Heartbeat) -> None:
         super().__init__(identity)
         # The next heartbeat is due at this time, and the last one was sent at that time.
-        self.beat_s = self.beat_sent_s = 0.0
+        self.due_s = self.sent_s = 0.0
         self.group: Generation | None = None
         self.state = "starting"
         # The worker is frozen until this time.
@@ -89,7 +89,7 @@ class RendezvousWorld:
         self.min_workers = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
         self.log = [f"seed {seed}: {workers} workers, at least {self.min_workers}, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
-        self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
+        self.heartbeats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
         self.live: list[Worker] = []
         self.actor: Rendezvous | None = self._new_actor()
         self.back_s = self.storage_s = 0.0
@@ -107,7 +107,9 @@ class RendezvousWorld:
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
-        actor = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.min_workers)
+        actor = Rendezvous(
+            SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.heartbeats_per_s, self.min_workers
+        )
         actor.on_change = lambda: self._call(actor)
         return actor
 
@@ -176,8 +178,8 @@ class RendezvousWorld:
     def _act(self, w: Worker) -> None:
         if self.now < w.until_s or w.state == "dead":
             return None
-        if self.actor and self.now >= max(w.cut_until_s, w.beat_s):
-            w.beat_sent_s = self.now
+        if self.actor and self.now >= max(w.cut_until_s, w.due_s):
+            w.sent_s = self.now
             self._apply_reply(w, self.actor.handle_heartbeat(w.heartbeat()))
             if w.reply.exit:
                 self._log(f"{w.name} is told to exit")
@@ -195,7 +197,7 @@ class RendezvousWorld:
             return self._lose_peer(w) if w.group.broken else None
         if not w.wait_number:
             w.begin_wait(w.was_broken)
-            w.beat_s = 0.0
+            w.due_s = 0.0
         elif w.is_drained:
             self._begin_exit(w, has_to_save_on_exit(Flags(0), w.flags(), w.rank))
         return None
@@ -203,7 +205,7 @@ class RendezvousWorld:
     def _apply_reply(self, w: Worker, reply: HeartbeatReply) -> None:
         before = w.number
         w.apply(reply)
-        w.beat_s = w.beat_sent_s + reply.period_s
+        w.due_s = w.sent_s + reply.period_s
         formed = w.formed
         if w.number == before:
             return
@@ -366,7 +368,7 @@ class RendezvousWorld:
                 self.actor = self._new_actor()
                 for w in self.live:
                     # The end of its connection wakes the worker.
-                    w.beat_s = 0.0
+                    w.due_s = 0.0
             for worker in list(self.live):
                 self._act(worker)
             for number in sorted(self.groups):

@@ -24,13 +24,7 @@ _CHECK_S = 0.2
 
 
 class _RendezvousActor:
-    """Has the rendezvous. Ray restarts it when it dies, without its members and its newest generation number.
-
-    Args:
-        silence_s: See `Rendezvous`.
-        step_timeout_s: See `Rendezvous`.
-        min_workers: See `Rendezvous`.
-    """
+    """Has the `Rendezvous`. Ray restarts it when it dies, without its members and its newest generation number."""
 
     def __init__(self, silence_s: float, step_timeout_s: float | None, min_workers: int) -> None:
         log_to_stderr()
@@ -83,14 +77,7 @@ class _RendezvousActor:
 
 
 def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, min_workers: int = 1) -> Any:
-    """Starts the rendezvous actor on this node, so that it lives as long as the driver; returns Ray's handle of it.
-
-    Args:
-        name: The name of the actor.
-        silence_s: See `Rendezvous`.
-        step_timeout_s: See `Rendezvous`.
-        min_workers: See `Rendezvous`.
-    """
+    """Starts the actor of a `Rendezvous` on this node, so that it lives as long as the driver; returns Ray's handle."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

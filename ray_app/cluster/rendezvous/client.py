@@ -65,7 +65,7 @@ class RendezvousClient(WorkerProtocol):
         backend: See `ProcessGroup.open`.
         paths: The paths of the run; the stacks of a stalled worker are recorded as one of its events.
         fence: Number of the driver's start.
-        group_size: Number of workers that start and end together with this one; None if workers come and go one by one,
+        fixed_workers: Number of workers that start and end together; None if workers come and go one by one,
             and `ElasticController` tells the rendezvous how many to expect.
     """
 
@@ -77,7 +77,7 @@ class RendezvousClient(WorkerProtocol):
         backend: Literal["auto", "gloo"],
         paths: RunPaths,
         fence: int,
-        group_size: int | None = None,
+        fixed_workers: int | None = None,
     ) -> None:
         context, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         # A process group forms at the store of its rank 0, which any worker may become.
@@ -93,7 +93,7 @@ class RendezvousClient(WorkerProtocol):
                 uses_gloo=backend == HOST_GROUP,
             )
         )
-        self.recovers, self._group_size = group_size is None, group_size
+        self.recovers, self._fixed_workers = fixed_workers is None, fixed_workers
         self._rendezvous = rendezvous
         self._logical_workers = logical_workers
         self._device = device
@@ -250,8 +250,8 @@ class RendezvousClient(WorkerProtocol):
         When this process ends, the connection closes, from which the rendezvous notices the end of the process.
         """
         # A rendezvous that was restarted does not know the number any more.
-        if self._group_size is not None:
-            self._rendezvous.set_expected(self._group_size)
+        if self._fixed_workers is not None:
+            self._rendezvous.set_expected(self._fixed_workers)
         address, secret = self._rendezvous.address_and_secret()
         connection = connect(address, secret, ANSWER_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -117,14 +117,6 @@ class LocalReplica:
         not_averaged = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
         return sorted({name for name, _, _ in values} - not_averaged)
 
-    def averaged_values(self, name: str) -> list[Tensor]:
-        """Returns the optimizer's state under a name for every trained parameter; zeros where it has no value."""
-        return [self.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
-
-    def parameter_decrease(self, starts: list[Tensor]) -> list[Tensor]:
-        """Returns for each trained parameter its value in `starts` minus its present value."""
-        return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
-
     def unaveraged_state(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """Returns the part of the optimizer's state that is not averaged, with tensors on the CPU.
 
@@ -323,9 +315,12 @@ class LocalStep:
         # rows.
         local_names = {name for replica in self._replicas.values() for name in replica.averaged_names()}
         for name in sorted(set().union(*gather(local_names, self._world))):
-            for i, value in enumerate(
-                self._mean({v: replica.averaged_values(name) for v, replica in self._replicas.items()})
-            ):
+            # A parameter without a value counts as zeros.
+            values = {
+                v: [replica.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in replica.trained]
+                for v, replica in self._replicas.items()
+            }
+            for i, value in enumerate(self._mean(values)):
                 optimizer_state["state"].setdefault(numbers[i], {})[name] = value
         # The values that are not averaged are taken from the logical worker with the highest weight, which is logical
         # worker 0 unless rows were skipped.
@@ -337,7 +332,11 @@ class LocalStep:
                 optimizer_state["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(optimizer_state["param_groups"], groups, strict=False):
                 group.update(move_to_device_of(rest, group))
-        change = self._mean({v: replica.parameter_decrease(starts) for v, replica in self._replicas.items()})
+        decreases = {
+            v: [start - p.detach() for start, p in zip(starts, replica.trained, strict=True)]
+            for v, replica in self._replicas.items()
+        }
+        change = self._mean(decreases)
         self._share_buffers()
         apply_round(state, change, optimizer_state, first.state, self._finished_steps)
         self._begin_round()

@@ -128,7 +128,7 @@ SITES: dict[Site, Case | Check | str] = {
     ): Case("ddp", 2),
     Site("reduction.bucketed", "Bucket.add_copied_leaf", "copied.synchronize()"): add_on_the_host,
     Site("train.state.transfer", "_broadcast_snapshot", "check_device_errors()"): LINK,
-    Site("reduction.bucketed", "BucketedReducer._receive", "self._side.join()"): Case("ddp", 2),
+    Site("reduction.overlap", "StreamExecutor.drain", "self._side.join()"): Case("ddp", 2),
     Site("train.state.transfer", "copy_to_host", "kind_of(device).synchronize_stream(device)"): copy_state,
     Site("devices", "DeviceKind.synchronize_stream", "self.current_stream(device).synchronize()"): copy_state,
     Site(
@@ -157,7 +157,7 @@ SITES: dict[Site, Case | Check | str] = {
         "DeterministicShardedReducer._push",
         "record_on_current_stream(added)",
     ): "the stream that receives shards waits for the computing one before it receives others",
-    Site("reduction.bucketed", "BucketedReducer.close", "self._side.join()"): ABORT,
+    Site("reduction.overlap", "StreamExecutor.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,

@@ -195,9 +195,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
         return []
 
     def thread_waits() -> bool:
-        return (
-            any(thread.name.startswith("reduction") for thread in threading.enumerate()) and reducer._thread is not None
-        )
+        return any(thread.name.startswith("reduction") for thread in threading.enumerate())
 
     reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB)
 

@@ -63,12 +63,12 @@ def test_the_status_reports_too_few_workers_and_the_rest_forms_at_the_end_of_the
 
 def test_the_stepping_workers_are_listed_by_rank(workers: WorkerSet) -> None:
     workers.start("abc")
-    assert [beat.worker for beat in workers.rendezvous.workers()] == ["a", "b", "c"]
+    assert [heartbeat.worker for heartbeat in workers.rendezvous.workers()] == ["a", "b", "c"]
     workers.rendezvous.remove({"a"})
-    assert [(beat.worker, beat.rank) for beat in workers.rendezvous.workers()] == [("b", 1), ("c", 2)]
+    assert [(h.worker, h.rank) for h in workers.rendezvous.workers()] == [("b", 1), ("c", 2)]
     workers.join("cb", was_broken=True)
     workers.formed()
-    assert [(beat.worker, beat.rank) for beat in workers.rendezvous.workers()] == [("b", 0), ("c", 1)]
+    assert [(h.worker, h.rank) for h in workers.rendezvous.workers()] == [("b", 0), ("c", 1)]
 
 
 def test_survivors_form_the_next_generation_at_once_and_keep_their_order(workers: WorkerSet) -> None:
@@ -115,7 +115,7 @@ def test_pending_workers_join_together_after_a_short_wait(workers: WorkerSet) ->
     assert workers.beat("a").flags == Flags.REFORM
 
 
-def test_a_worker_on_a_draining_node_leaves_and_the_others_continue(workers: WorkerSet) -> None:
+def test_a_worker_on_a_draining_node_exits_and_the_others_continue(workers: WorkerSet) -> None:
     workers.start("ab")
     workers.rendezvous.drain({"node-a"})
     first, second = workers.beat("a"), workers.beat("b")
@@ -131,7 +131,7 @@ def test_a_worker_on_a_draining_node_leaves_and_the_others_continue(workers: Wor
 
 
 def test_a_pending_worker_without_a_state_does_not_preserve_the_state(workers: WorkerSet) -> None:
-    """The only workers with the state have to leave: they save it, and then the pending worker starts."""
+    """The only workers with the state are draining: they save it, and then the pending worker starts."""
     workers.start("ab", step=7)
     workers.rendezvous.set_expected(3)
     workers.join("c")
@@ -144,7 +144,7 @@ def test_a_pending_worker_without_a_state_does_not_preserve_the_state(workers: W
     assert workers.formed() == {"c": (2, 0, 1)}
 
 
-def test_a_leaving_worker_with_the_newest_step_joins_one_more_generation(workers: WorkerSet) -> None:
+def test_a_draining_worker_with_the_newest_step_joins_one_more_generation(workers: WorkerSet) -> None:
     """It alone finished the step in which another worker died; the search found this case (seed 18503)."""
     workers.start("abcd", step=6)
     workers.rendezvous.drain({"node-b"})
@@ -156,10 +156,10 @@ def test_a_leaving_worker_with_the_newest_step_joins_one_more_generation(workers
     workers.join("b", was_broken=True)
     assert workers.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
     replies = workers.beat("b")
-    assert (replies.drain, replies.flags) == (True, Flags.REFORM), "b leaves after the next step"
+    assert (replies.drain, replies.flags) == (True, Flags.REFORM), "b exits after the next step"
 
 
-def test_a_leaving_worker_at_the_step_of_the_others_leaves_at_once(workers: WorkerSet) -> None:
+def test_a_draining_worker_at_the_step_of_the_others_exits_at_once(workers: WorkerSet) -> None:
     workers.start("abc", step=6)
     workers.rendezvous.drain({"node-b"})
     workers.rendezvous.remove({"c"})
@@ -333,8 +333,8 @@ def test_the_status_counts_steps_from_zero(workers: WorkerSet) -> None:
     assert workers.rendezvous.status().step == 3
 
 
-def test_a_worker_that_leaves_without_knowing_its_new_generation_breaks_it(workers: WorkerSet) -> None:
-    """It had to leave while it waited, and a generation formed with it before the rendezvous knew."""
+def test_a_worker_that_exits_without_knowing_its_new_generation_breaks_it(workers: WorkerSet) -> None:
+    """It was drained while it waited, and a generation formed with it before the rendezvous knew."""
     workers.start("ab")
     workers.rendezvous.set_expected(3)
     workers.join("c")
@@ -347,7 +347,7 @@ def test_a_worker_that_leaves_without_knowing_its_new_generation_breaks_it(worke
     assert workers.rendezvous.reply_for("a").abort
 
 
-def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(workers: WorkerSet) -> None:
+def test_a_worker_that_exits_at_the_end_of_its_generation_breaks_nothing(workers: WorkerSet) -> None:
     workers.start("abc")
     workers.rendezvous.report_exit(workers.heartbeats["c"])
     assert not workers.rendezvous.reply_for("a").abort
