@@ -33,7 +33,7 @@ CEILINGS = {
     "ray_app/runlog": 2_366,
     "ray_app/storage": 1_498,
     "ray_app/submit": 737,
-    "ray_app/task": 9_620,
+    "ray_app/task": 9_624,
     "ray_app/track": 1_031,
     "ray_app/train": 9_699,
     "ray_app/watch": 1_183,
