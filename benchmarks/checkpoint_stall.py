@@ -37,7 +37,7 @@ import torch
 
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord, read_events, read_records
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo, Phase
@@ -60,17 +60,17 @@ class OneWorker:
     recovers = False
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         yield World(0, 1, 1), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
         """See `Membership.flags`."""
         return Flags(0)
 
-    def is_leaving(self) -> bool:
-        """See `Membership.is_leaving`."""
+    def is_draining(self) -> bool:
+        """See `Membership.is_draining`."""
         return False
 
     def enter(self, phase: Phase) -> None:
@@ -179,6 +179,7 @@ def run_side(name: str, folder: Path) -> Cost:
     from ray_app.data.windows import CachedWindows
     from ray_app.preflight.prepare import claim, prepare
     from ray_app.runlog.lease import acquire_lease
+    from ray_app.train.context import WorkerContext
     from ray_app.train.job import Hooks
     from ray_app.train.loop import train
 
@@ -190,7 +191,11 @@ def run_side(name: str, folder: Path) -> Cost:
         job = claim(prepared, lease.fence).job
         windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(make_saver(job, folder) if name == SAVE else None)
-        train(job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook))
+        train(
+            WorkerContext(
+                job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook)
+            )
+        )
     records, _ = read_records(job.paths)
     steps = {step: record.step_ms for step, record in records.items() if FIRST < step <= LAST}
     throughput, cpu = 1 / median_ratio(hook.wall_s), median_ratio(hook.cpu_s)

@@ -25,7 +25,7 @@ from torch import nn
 from ray_app.config.config import Config
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.image import ImageClassification
 from ray_app.train.build import build_state, build_step
 from ray_app.train.membership import Flags

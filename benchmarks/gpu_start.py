@@ -25,7 +25,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.devices import kind_of
 from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import clear_group, collective
+from ray_app.reduction.peer_errors import clear_group, collective
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import environment
 from ray_app.testing import DieAfter, KilledError

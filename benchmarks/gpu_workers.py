@@ -20,9 +20,11 @@ from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
 from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.models.inputs import open_rows
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import KEY_BYTES, GenerationInfo, SingleProcessMembership
@@ -142,9 +144,9 @@ class Group(SingleProcessMembership):
         self._device, self._backend = device, backend
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         formed = GenerationInfo(1, self._world.rank, self._world.size, LOCALHOST, self._port, key="ab" * KEY_BYTES)
         if self._world.size == 1:
             yield self._world, formed
@@ -172,7 +174,7 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
     )
     evaluation = job.evaluation
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    train(job, membership, open_windows, torch_device, hooks, load_evaluation=load)
+    train(WorkerContext(job, membership, open_windows, torch_device, hooks, load_evaluation=load))
 
 
 def device_of(device: str, number: int) -> torch.device:

@@ -12,7 +12,6 @@ python benchmarks/scale.py --workers 1000 --actor
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import os
@@ -37,13 +36,14 @@ from ray_app.cluster.rendezvous.rendezvous import Rendezvous
 from ray_app.cluster.rendezvous.server import decode_heartbeat, decode_reply, encode
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Plan
-from ray_app.reduction.base import World, plan_stages
 from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
+from ray_app.reduction.world import World, plan_stages
 from ray_app.runlog import journal
 from ray_app.runlog.history import _RecordColumns
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files
+from ray_app.task.losses import MetricKey
 from ray_app.train.membership import Heartbeat
 from ray_app.train.step import step_stats
 from ray_app.train.step.step_stats import ReplicaStats, StepStats
@@ -79,7 +79,7 @@ class SimulatedRendezvous:
         self.now_s = 1000.0
         self.messages, self.bytes = 0, 0
         self.rendezvous = Rendezvous(5.0, None, lambda: self.now_s)
-        asyncio.run(self.rendezvous.set_expected(workers))
+        self.rendezvous.set_expected(workers)
         hosts = [f"10.0.{node // 250}.{node % 250}" for node in range(-(-workers // WORKERS_PER_NODE))]
         self.beats = [
             Heartbeat(f"{i:032x}", f"{i // WORKERS_PER_NODE:056x}", hosts[i // WORKERS_PER_NODE], 40000, i)
@@ -163,7 +163,7 @@ def measure_table(workers: int) -> dict[str, float]:
     """Measures the table of a step; the rows of other ranks come from the simulated network."""
     world = World(0, workers, workers)
     stats = [
-        ReplicaStats(v, 32, 2**63 + v, 0, 0.1, 0, 0.1, 0.0, 0.0, 0.1, 0.1, 32.0, {"accuracy": 16.0})
+        ReplicaStats(v, 32, 2**63 + v, 0, 0.1, 0, 0.1, 0.0, 0.0, 0.1, 0.1, 32.0, {MetricKey("accuracy"): 16.0})
         for v in range(workers)
     ]
     step, sent = StepStats(world), dict[int, torch.Tensor]()

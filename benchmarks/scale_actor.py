@@ -15,7 +15,8 @@ import psutil
 import ray
 
 from ray_app.channel import FrameReader, pack_frame
-from ray_app.cluster.rendezvous.server import decode_reply, encode, start_rendezvous
+from ray_app.cluster.rendezvous.actor import RendezvousHandle, start_rendezvous
+from ray_app.cluster.rendezvous.server import decode_reply, encode
 from ray_app.train.membership import Heartbeat, HeartbeatReply
 
 SECONDS, TICK_S = 10.0, 0.05
@@ -82,7 +83,7 @@ def as_actor(workers: int) -> dict[str, float]:
     try:
         actor = start_rendezvous("rendezvous-scale", 30.0, None)
         address, secret = ray.get(actor.address_and_secret.remote())
-        ray.get(actor.set_expected.remote(workers))
+        RendezvousHandle(actor).set_expected(workers)
         figures = asyncio.run(_measure_connections(workers, address, secret, _cpu_s(actor)))
         ray_actor: Any = ray.remote(_RayCalls).options(num_cpus=0, max_concurrency=1000).remote()
         cpu_s, beat = _cpu_s(ray_actor), Heartbeat("w", "n", "10.0.0.1", 40000)

@@ -26,23 +26,21 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray_app.cluster.controller.decisions import StoppedWaitingError
 from ray_app.cluster.controller.failure_budget import FailureBudget
 from ray_app.cluster.ray_private import TESTED_RAY, is_tested, use_stable_run_id
-from ray_app.cluster.rendezvous.client import RendezvousClient
-from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
+from ray_app.cluster.rendezvous.client import ANSWER_S, RendezvousClient
 from ray_app.config.config import Config
 from ray_app.config.strategies import list_strategies
 from ray_app.data.ray_tasks import MemoryCacheHandle, fetch_ray
-from ray_app.data.reader import Fetch, choose_fetch
-from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import ConfigError, PreemptedError, RayAppError, unwrap_app_error
-from ray_app.plan.order import Cursor
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.train.context import WorkerContext
+from ray_app.train.job import Hooks, Job, WindowSource
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
 from ray_app.train.process_group import prove_device, use_interface_of_host
@@ -358,42 +356,42 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     with user_code(lambda: "a worker alone on its device, before it joins the others"):
         device = _prove_device(job.config)
     # Ray Train starts all workers together, and none joins them later.
-    group_size = None if args.recovers_in_place else ray.train.get_context().get_world_size()
+    fixed_workers = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
-        args.rendezvous,
+        RendezvousHandle(args.rendezvous, ANSWER_S),
         job.plan.logical_workers,
         device,
         _choose_backend(job.config, device),
         job.paths,
         job.fence,
-        group_size,
+        fixed_workers,
     )
     is_run_over = False
     try:
-        if group_size is not None and ray.train.get_context().get_world_rank() == 0:
-            put_event(job.paths, "workers", job.fence, workers=group_size)
-        evaluation = args.evaluation
-        load = (lambda: evaluation.read().arrays) if evaluation is not None else None
+        if fixed_workers is not None and ray.train.get_context().get_world_rank() == 0:
+            put_event(job.paths, "workers", job.fence, workers=fixed_workers)
+        evaluation, cache = args.evaluation, args.memory_cache
+        context = WorkerContext(
+            job,
+            membership,
+            WindowSource(fetch_ray, cache.read if cache is not None else None),
+            device,
+            args.hooks,
+            SnapshotSender(list(args.snapshot_actors)),
+            (lambda: evaluation.read().arrays) if evaluation is not None else None,
+        )
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.
         with output, user_code(lambda: "a worker"):
             if args.parameters is not None:
-                is_run_over = _run_parameter_worker(args, membership, device)
+                is_run_over = _run_parameter_worker(args.parameters, context, membership)
             else:
-                is_run_over = train(
-                    job,
-                    membership,
-                    _window_opener(args),
-                    device,
-                    args.hooks,
-                    SnapshotSender(list(args.snapshot_actors)),
-                    load,
-                )
+                is_run_over = train(context)
     finally:
         membership.close(is_run_over)
 
 
-def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device: torch.device) -> bool:
+def _run_parameter_worker(parameters: ParameterService, context: WorkerContext, membership: RendezvousClient) -> bool:
     """Runs units of work for parameter servers until the run ends or this worker has to leave its node.
 
     Returns:
@@ -403,16 +401,12 @@ def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device
         PreemptedError: All workers have to leave their nodes; the servers keep the state.
         RayAppError: The run has to end.
     """
-    parameters, job = args.parameters, args.job
-    assert parameters is not None
-    membership.need_no_group()
+    membership.step_without_group()
     name = ray.get_runtime_context().get_actor_id()
-    worker = ParameterWorker(
-        job, name, parameters.ask, parameters.servers, membership, _window_opener(args), device, args.hooks
-    )
+    worker = ParameterWorker(context, name, parameters.ask, parameters.servers)
     try:
         while worker.once(_REQUEST_TIMEOUT_S):
-            if membership.is_leaving():
+            if membership.is_draining():
                 worker.finish()
                 if membership.flags() & Flags.SAVE:
                     raise PreemptedError("All workers have to leave their nodes; the parameter servers keep the state.")
@@ -420,25 +414,3 @@ def _run_parameter_worker(args: WorkerArgs, membership: RendezvousClient, device
         return True
     finally:
         worker.close()
-
-
-def _window_opener(args: WorkerArgs) -> OpenWindows:
-    """Returns the function that opens the windows of rows for the loop, which shares one cache and one fetch."""
-
-    @functools.cache
-    def cached() -> CachedWindows:
-        assert args.memory_cache is not None
-        return CachedWindows(args.memory_cache.read())
-
-    @functools.cache
-    def fetch() -> Fetch:
-        return args.job.through_cache(choose_fetch(args.job.config.data.reader_threads, fetch_ray))
-
-    def open_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
-        if args.memory_cache is not None:
-            return cached()
-        return StreamedWindows(
-            job.plan, cursor, assigned, job.passes, fetch(), job.source, job.config.data.prefetch_windows
-        )
-
-    return open_windows

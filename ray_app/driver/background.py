@@ -14,10 +14,11 @@ from typing import Any
 
 import ray
 
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
 from ray_app.config.config import Config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, Run, open_run
-from ray_app.errors import RunEndedError
+from ray_app.errors import RunEndedError, SilentActorError
 from ray_app.runlog.output import TextConsole
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.train.job import Hooks, Job
@@ -187,10 +188,10 @@ class Training:
 
     def _query(self, method: str) -> Any:
         """Returns the result of a method of the rendezvous; None if the rendezvous does not exist yet, or any more."""
-        with self._query_lock, suppress(ValueError, ray.exceptions.RayError):
+        with self._query_lock, suppress(ValueError, SilentActorError, ray.exceptions.RayError):
             # Without a connection the call would start a cluster.
             if not self._is_over and ray.is_initialized():
-                return ray.get(getattr(ray.get_actor(self._job.rendezvous), method).remote())
+                return getattr(RendezvousHandle(ray.get_actor(self._job.rendezvous)), method)()
         return None
 
     def _run_to_end(self) -> None:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.cluster.ray_private import Node, nodes_with_labels, ray_job
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
 from ray_app.cluster.resources import (
     check_object_stores,
     check_window_memory,
@@ -41,7 +42,7 @@ from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.services import EvaluatorClient, load_observers, make_tracker
 from ray_app.driver.single import exclusive_process, train_single
-from ray_app.errors import LeaseLostError, unwrap_app_error
+from ray_app.errors import LeaseLostError, SilentActorError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
 from ray_app.process import set_variables, stop_at_signals
 from ray_app.retry import Retry
@@ -360,7 +361,7 @@ class Run:
 
         job = self.job
         worker_args = start_actors(stack, job, self._faults.train)
-        rendezvous = worker_args.rendezvous
+        rendezvous = RendezvousHandle(worker_args.rendezvous, _REPLY_TIMEOUT_S)
         max_workers, metrics = self._config.scaling.worker_limit, RunMetrics(job.paths.name)
         console = RunConsole(job, max_workers, self._progress, evaluator.waiting, metrics)
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
@@ -378,9 +379,9 @@ class Run:
                         self._console.print(f"{why} after this step, with a checkpoint ...")
                     is_stop_printed = True
                     # The flag is sent at every turn, because the rendezvous may have been restarted and lost it.
-                    _reply(rendezvous.raise_flags.remote(Flags.STOP))
-                    phases = [heartbeat.phase for heartbeat in _reply(rendezvous.workers.remote()) or []]
-                status = _reply(rendezvous.status.remote())
+                    _answer(lambda: rendezvous.raise_flags(Flags.STOP))
+                    phases = [heartbeat.phase for heartbeat in _answer(rendezvous.workers) or []]
+                status = _answer(rendezvous.status)
                 self._show(run_console, status)
                 if exceeded := limits.check(time.monotonic(), status, phases):
                     put_event(job.paths, "workers_abandoned", job.fence, reason=exceeded)
@@ -422,11 +423,11 @@ def _put_new_summary(job: Job, status: RunStatus) -> dict[str, Any]:
     return summary
 
 
-def _reply(ref: ray.ObjectRef) -> Any:
-    """Returns the rendezvous' reply; None if there is none in time, such as without free CPUs or file descriptors."""
+def _answer(call: Callable[[], T]) -> T | None:
+    """Returns the rendezvous' answer; None if it does not answer in time, such as without free CPUs."""
     try:
-        return ray.get(ref, timeout=_REPLY_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError:
+        return call()
+    except SilentActorError:
         return None
 
 
@@ -464,7 +465,7 @@ class WaitLimits:
 
     def _waits_for(self, status: RendezvousStatus | None, phases: Collection[Phase] | None) -> str:
         """Returns what the run waits for; an empty text if there is no limit for it."""
-        has_workers = status is None or bool(status.live or status.leaving)
+        has_workers = status is None or bool(status.live or status.draining)
         if phases is None:
             has_ended = status is not None and status.step >= self._total_steps and not has_workers
             reason = "all steps are done, all workers have left, and Ray Train's controller has not ended"

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.reader import choose_fetch, fetch_in_process, load_all
-from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
-from ray_app.plan.order import Cursor
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.environment import restore_process_state
-from ray_app.train.job import Hooks, Job
+from ray_app.train.context import WorkerContext
+from ray_app.train.job import Hooks, Job, WindowSource
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.watch.metrics import RunMetrics
@@ -29,22 +28,12 @@ from ray_app.watch.terminal import RunConsole, SafeConsole
 def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry."""
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
-    evaluation = job.evaluation
-    load = (
-        (lambda: load_all(fetch_in_process, evaluation).arrays)
-        if job.workers_evaluate and evaluation is not None
-        else None
-    )
+    evaluation = job.evaluation if job.workers_evaluate else None
+    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
+    read_cache = (lambda: load_all(fetch_in_process, job.source)) if job.config.data.cache == "memory" else None
+    windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
-        train(job, membership, _open_windows, device, hooks, load_evaluation=load)
-
-
-def _open_windows(job: Job, cursor: Cursor, assigned: range) -> Windows:
-    source, data = job.source, job.config.data
-    if data.cache == "memory":
-        return CachedWindows(load_all(fetch_in_process, source))
-    fetch = job.through_cache(choose_fetch(data.reader_threads, fetch_in_process))
-    return StreamedWindows(job.plan, cursor, assigned, job.passes, fetch, source, data.prefetch_windows)
+        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load))
 
 
 _CHECK_S = 0.25

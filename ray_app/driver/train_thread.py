@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import ray
 from ray.actor import ActorHandle
 
-from ray_app.cluster.rendezvous.server import start_rendezvous
+from ray_app.cluster.rendezvous.actor import RendezvousHandle, start_rendezvous
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.data.ray_tasks import is_small, start_memory_cache, start_shared_actors
 from ray_app.errors import unwrap_app_error
@@ -50,7 +50,7 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
         stack.callback(evaluation.end)
     parameters = None
     if config.train.strategy_traits.has_servers:
-        parameters = start_parameter_service(job, snapshot_actors, hooks)
+        parameters = start_parameter_service(job, RendezvousHandle(rendezvous), snapshot_actors, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)
     cached = [job.source if memory_cache is not None else None, job.evaluation]

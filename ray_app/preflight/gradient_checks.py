@@ -149,7 +149,7 @@ def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: Part, seed: in
     keys = torch.arange(len(next(iter(rows.values()))))[part]
     batch = task.augment(to_batch({name: values[part] for name, values in rows.items()}), keys)
     sums = sum_losses(task, check_losses(task, task.training_loss(model, batch), len(keys)))
-    return {name: (value, sums.weight) for name, value in {"loss": sums.loss, **sums.metrics}.items()}
+    return {"loss": (sums.loss, sums.weight)} | {key.name: (v, sums.weight) for key, v in sums.metrics.items()}
 
 
 def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:

@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, remove_addresses
 from ray_app.preflight.purity import iter_parts
-from ray_app.reduction.base import checksum
+from ray_app.reduction.reducer import checksum
 from ray_app.task.base import Task
 from ray_app.torch_private import TorchDispatchMode, tree_leaves
 from ray_app.train.step.micro_batch import replaced_tensor_error

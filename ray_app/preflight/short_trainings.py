@@ -30,8 +30,9 @@ from ray_app.plan.order import Cursor
 from ray_app.preflight.inputs import make_plan
 from ray_app.preflight.purity import find_impurities
 from ray_app.preflight.sandbox import Call, CallResult, Sandbox
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.evaluations import read_scores
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Membership
@@ -99,7 +100,7 @@ def train_rank(
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     world = World(rank, size, job.plan.logical_workers)
-    train(job, membership(world, store), windows, HOST, hooks, load_evaluation=load)
+    train(WorkerContext(job, membership(world, store), windows, HOST, hooks, load_evaluation=load))
 
 
 def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) -> Job:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -26,23 +25,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ray_app.devices import HOST, HOST_GROUP, kind_of
-from ray_app.reduction.base import (
+from ray_app.reduction.overlap import InlineExecutor, StreamExecutor, ThreadExecutor
+from ray_app.reduction.peer_errors import launch_guard
+from ray_app.reduction.reducer import (
     ALIGNED_BYTES,
     GradientReducer,
-    Stage,
     T,
-    TreeSum,
-    World,
-    add_rows,
-    are_rows,
     checksum,
     gradient_norms,
-    launch_guard,
     partial_gradient_error,
-    tree_parents,
 )
-from ray_app.reduction.overlap import SideStream, SideThread
-from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport, Transport
+from ray_app.reduction.transport import BufferPool, CollectiveTransport, DirectTransport
+from ray_app.reduction.tree import TreeSum, add_rows, are_rows, tree_parents
+from ray_app.reduction.world import Stage, World
 from ray_app.torch_private import run_backward
 
 _MEBI = 1 << 20
@@ -119,11 +114,7 @@ class Bucket:
         pool = BufferPool(memory)
         self.get_buffer = pool.get
         self.is_direct = not world.has_device_collectives and kind_of(memory).is_host
-        self._transport: Transport
-        if self.is_direct:
-            self._transport = DirectTransport(pool, world.rank, number)
-        else:
-            self._transport = CollectiveTransport(pool)
+        self._transport = DirectTransport(pool, world.rank, number) if self.is_direct else CollectiveTransport(pool)
         self.missing: set[nn.Parameter] = set()
         self.sums: list[Tensor] = []
         self._arriving: Any = []
@@ -274,17 +265,14 @@ class BucketedReducer(GradientReducer):
         self._listening = False
         # The index of the next bucket to send. Buckets are sent in the same order on all ranks.
         self._next_bucket = 0
-        # A pipeline is a generator that moves one bucket to its next transfer each time that it is advanced. While the
-        # helper thread uses `_pipelines`, pipelines of the calling thread wait in `_deferred`; `_receive` advances both
-        # once the thread has done all calls that were queued for it.
-        self._pipelines: list[Iterator[Bucket]] = []
-        self._deferred: list[Iterator[Bucket]] = []
-        self._is_on_device = world.has_device_collectives
         device = next(model.parameters()).device
-        self._side = SideStream(device, "reduction", -1)
-        # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may send
-        # buckets in another order than the threads of other ranks, which direct transports allow.
-        self._thread = SideThread(device) if self._exact and all(bucket.is_direct for bucket in self._buckets) else None
+        self._executor = InlineExecutor()
+        if world.has_device_collectives:
+            self._executor = StreamExecutor(device)
+        elif self._exact and all(bucket.is_direct for bucket in self._buckets):
+            # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may
+            # send buckets in another order than the threads of other ranks, which direct transports allow.
+            self._executor = ThreadExecutor(device)
         self._names = {p: name for name, p in model.named_parameters()}
         self._positions = {p: position for position, p in enumerate(self._parameters)}
         self._watched: set[int] = set()
@@ -360,7 +348,7 @@ class BucketedReducer(GradientReducer):
             with self._launch_guard():
                 for bucket in self._buckets:
                     self._send(bucket)
-                self._receive()
+                self._executor.drain()
         totals = {p: total for b in self._buckets for p, total in zip(b.parameters, b.totals(), strict=True)}
         return [totals[p].clone() for p in self._parameters]
 
@@ -422,8 +410,6 @@ class BucketedReducer(GradientReducer):
         for p in self._parameters:
             p.grad = None
         self._next_bucket = 0
-        self._pipelines = []
-        self._deferred = []
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
@@ -448,32 +434,9 @@ class BucketedReducer(GradientReducer):
                     self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """Starts reducing a bucket.
-
-        On a device this also advances the earlier buckets, on a side stream. On a CPU with `exact` the helper thread
-        starts this bucket and advances the earlier ones. The last bucket is the exception: no computation follows that
-        its reduction could overlap with, so the calling thread starts it and `_receive` advances it, and a model of one
-        bucket needs no helper thread. In all other cases only `_receive` advances buckets.
-        """
+        """Starts reducing a bucket."""
         pipeline = self._reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
-        if self._thread is not None and bucket is not self._buckets[-1]:
-            self._thread.submit(partial(self._advance_pipeline, pipeline))
-        elif self._is_on_device:
-            self._advance_pipeline(pipeline)
-        else:
-            next(pipeline)
-            (self._pipelines if self._thread is None else self._deferred).append(pipeline)
-
-    def _advance_pipeline(self, pipeline: Iterator[Bucket]) -> None:
-        """Starts the pipeline of a bucket and advances those of the earlier buckets."""
-        next(pipeline)
-        self._advance_all()
-        self._pipelines.append(pipeline)
-
-    def _advance_all(self) -> None:
-        """Moves each bucket to its next transfer; on a device the side stream waits, not the stream that computes."""
-        with self._side.entered():
-            self._pipelines = [pipeline for pipeline in self._pipelines if next(pipeline, None) is not None]
+        self._executor.start(pipeline, is_last=bucket is self._buckets[-1])
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
@@ -517,23 +480,11 @@ class BucketedReducer(GradientReducer):
             return
         if self._world.size > 1:
             with self._launch_guard():
-                self._receive()
+                self._executor.drain()
         for bucket in self._buckets:
             totals = bucket.totals() if bucket.is_on_host else bucket.views
             for p, total in zip(bucket.parameters, totals, strict=True):
                 p.grad = total
-
-    def _receive(self) -> None:
-        """Advances all buckets until they are reduced.
-
-        On a device it makes the computing stream wait for the side stream instead of waiting itself.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._pipelines, self._deferred = self._pipelines + self._deferred, []
-        while self._pipelines:
-            self._advance_all()
-        self._side.join()
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients of the parameters that have one, see `GradientReducer.gradients`."""
@@ -547,11 +498,7 @@ class BucketedReducer(GradientReducer):
         """See `GradientReducer.close`."""
         for hook in self._hooks:
             hook.remove()
-        if self._thread is not None:
-            self._thread.close()
-        # Work that was queued before a peer was lost may still use the buckets' memory. The computing stream waits for
-        # it, because it may get this memory for other tensors from now on.
-        self._side.join()
+        self._executor.close()
         for p in self._parameters:
             p.grad = None
 

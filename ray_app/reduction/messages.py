@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.errors import ForgedMessageError
-from ray_app.reduction.base import World, check_device_errors, collective
+from ray_app.reduction.peer_errors import check_device_errors, collective
 from ray_app.reduction.transport import P2PWork, receive, start_send
+from ray_app.reduction.world import World
 
 _CONTENT = struct.Struct("<Q32s")
 _HEAD_BYTES = _CONTENT.size + hashlib.sha256().digest_size

@@ -1,4 +1,4 @@
-"""Work that overlaps with computation, on a side stream (`SideStream`) or in a helper thread (`SideThread`).
+"""Work that overlaps with computation: a side stream, and executors of the reduction of buckets.
 
 Tests check the order of work on simulated devices; `docs/gpu.md` says what has run on a GPU.
 """
@@ -6,9 +6,10 @@ Tests check the order of work on simulated devices; `docs/gpu.md` says what has 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,10 +80,72 @@ class SideStream:
             tensor.record_stream(computing)
 
 
-class SideThread:
-    """A thread that runs calls in the order in which they are queued; it starts when the first call is queued.
+Pipeline = Iterator[object]
+"""The reduction of a bucket: each `next` waits for the transfer in progress and starts another, until the last one."""
 
-    It is a daemon thread: it may wait for a peer, and then the process must be able to end without it.
+
+class InlineExecutor:
+    """Starts pipelines in the calling thread, and advances them only when they are drained."""
+
+    def __init__(self) -> None:
+        self._pipelines: list[Pipeline] = []
+
+    def start(self, pipeline: Pipeline, is_last: bool) -> None:
+        """Starts a pipeline; `is_last` says that no other follows before `drain`."""
+        del is_last
+        next(pipeline)
+        self._pipelines.append(pipeline)
+
+    def _advance(self) -> None:
+        """Moves each bucket to its next transfer."""
+        self._pipelines = [pipeline for pipeline in self._pipelines if next(pipeline, None) is not None]
+
+    def drain(self) -> None:
+        """Advances all pipelines to their ends."""
+        while self._pipelines:
+            self._advance()
+
+    def close(self) -> None:
+        """Ends the use of memory that the pipelines of a broken generation have."""
+
+
+class StreamExecutor(InlineExecutor):
+    """Advances the earlier pipelines at each start, on a side stream of the device, so that only that stream waits.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._side = SideStream(device, "reduction", -1)
+
+    def start(self, pipeline: Pipeline, is_last: bool) -> None:
+        """Starts a pipeline after the computations that are queued so far, see `InlineExecutor.start`."""
+        next(pipeline)
+        self._advance()
+        self._pipelines.append(pipeline)
+
+    def _advance(self) -> None:
+        with self._side.entered():
+            super()._advance()
+
+    def drain(self) -> None:
+        """Advances all pipelines to their ends, for which the computing stream waits instead of the host."""
+        super().drain()
+        self._side.join()
+
+    def close(self) -> None:
+        """Makes the computing stream, which may get the pipelines' memory for other tensors, wait for their work."""
+        self._side.join()
+
+
+class ThreadExecutor(InlineExecutor):
+    """Starts each pipeline and advances the earlier ones in a helper thread, which runs while backward continues.
+
+    The last pipeline is the exception: no computation follows that it could overlap with, so the calling thread starts
+    it, and a model of one bucket needs no thread. It is a daemon thread: it may wait for a peer, and then the process
+    must be able to end without it.
 
     Args:
         device: The device that the thread uses; a new thread would use the first one, which may be that of another
@@ -90,26 +153,40 @@ class SideThread:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._queue: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         self._pending: list[Future[None]] = []
         self._thread = threading.Thread(target=_run_queue, args=(self._queue, device), name="reduction", daemon=True)
+        # The last pipeline, which the calling thread has started while the helper thread uses `_pipelines`.
+        self._last: list[Pipeline] = []
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Queues a call."""
+    def start(self, pipeline: Pipeline, is_last: bool) -> None:
+        """Queues the start of a pipeline, see `InlineExecutor.start`."""
+        if is_last:
+            next(pipeline)
+            self._last.append(pipeline)
+            return
         if self._thread.ident is None:
             self._thread.start()
         self._pending.append(Future())
-        self._queue.put((work, self._pending[-1]))
+        self._queue.put((partial(self._start_and_advance, pipeline), self._pending[-1]))
 
-    def join(self) -> None:
-        """Waits until all queued calls have returned, or one of them has raised an exception.
+    def _start_and_advance(self, pipeline: Pipeline) -> None:
+        next(pipeline)
+        self._advance()
+        self._pipelines.append(pipeline)
+
+    def drain(self) -> None:
+        """Waits for the helper thread and advances all pipelines to their ends.
 
         Raises:
-            Exception: The exception of the first call that raised one.
+            Exception: The first exception in the helper thread.
         """
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
+        self._pipelines, self._last = self._pipelines + self._last, []
+        super().drain()
 
     def close(self) -> None:
         """Lets the thread end after the queued calls, and does not wait for that.

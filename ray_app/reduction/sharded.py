@@ -30,21 +30,12 @@ from ray_app.config.sections import TrainSection
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import Node, subtrees
-from ray_app.reduction.base import (
-    ALIGNED_BYTES,
-    GradientReducer,
-    TreeSum,
-    World,
-    add_lists,
-    add_rows,
-    collective,
-    gradient_norms,
-    launch_guard,
-    partial_gradient_error,
-    tree_parents,
-)
 from ray_app.reduction.overlap import record_on_current_stream
+from ray_app.reduction.peer_errors import collective, launch_guard
+from ray_app.reduction.reducer import ALIGNED_BYTES, GradientReducer, gradient_norms, partial_gradient_error
 from ray_app.reduction.transport import split_sizes
+from ray_app.reduction.tree import TreeSum, add_lists, add_rows, tree_parents
+from ray_app.reduction.world import World
 from ray_app.torch_private import (
     BatchNorm,
     DefaultAllGather,

@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ray_app.reduction.base import Stage, World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import Stage, World
 
 _WAIT_TIMEOUT = timedelta(days=1)
 
@@ -41,7 +42,7 @@ class P2PWork:
         """Waits until the message has been received, or has been sent and `value` may be overwritten.
 
         Raises:
-            RuntimeError: The peer is lost; `reduction.base.collective` turns this into `PeerLostError`.
+            RuntimeError: The peer is lost; `reduction.peer_errors.collective` turns this into `PeerLostError`.
         """
         self._work.wait(_WAIT_TIMEOUT)
 
@@ -83,27 +84,6 @@ class BufferPool:
         return self._buffers[name]
 
 
-class Transport(Protocol):
-    """Sends and receives the shards of a bucket; each `scatter` or `gather` needs a `wait` before the next one."""
-
-    def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> Sequence[Tensor] | Tensor:
-        """Starts to send every rank of the stage its shard of each of this rank's sums.
-
-        Returns:
-            This rank's shards of the sums of all ranks of the stage, in the order of `stage.nodes`; they are complete
-            after `wait`. They are the rows of one tensor if they are in one piece of memory.
-        """
-
-    def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
-        """Starts to gather the shards of all ranks of the stage in `whole`, which is complete after `wait`.
-
-        `shard` is the shard of this rank, and may be the part of `whole` in which it belongs.
-        """
-
-    def wait(self) -> None:
-        """Waits for the transfers that have started; on a device, makes the current stream wait for them."""
-
-
 def split_sizes(counts: list[int]) -> list[int] | None:
     """Returns the sizes for an all-to-all of which these are the elements for each rank; None if they are equal.
 
@@ -112,8 +92,10 @@ def split_sizes(counts: list[int]) -> list[int] | None:
     return counts if len({*counts}) > 1 else None
 
 
-class CollectiveTransport(Transport):
-    """A transport by the collectives of process groups, which all ranks have to start in the same order.
+class CollectiveTransport:
+    """A transport of shards by the collectives of process groups, which all ranks have to start in the same order.
+
+    Each `scatter` or `gather` needs a `wait` before the next one.
 
     Args:
         pool: Memory for the shards that are sent and received.
@@ -124,7 +106,12 @@ class CollectiveTransport(Transport):
         self._work: Any = None
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> Sequence[Tensor] | Tensor:
-        """See `Transport`."""
+        """Starts to send every rank of the stage its shard of each of this rank's sums.
+
+        Returns:
+            This rank's shards of the sums of all ranks of the stage, in the order of `stage.nodes`; they are complete
+            after `wait`. They are the rows of one tensor if they are in one piece of memory.
+        """
         ranks, nodes = len(stage.ranks), len(sums)
         shard = sums[0].numel() // ranks
         outgoing = sums[0]
@@ -140,15 +127,18 @@ class CollectiveTransport(Transport):
         return received.view(sum(map(len, stage.nodes)), shard)
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
-        """See `Transport`."""
+        """Starts to gather the shards of all ranks of the stage in `whole`, which is complete after `wait`.
+
+        `shard` is the shard of this rank, and may be the part of `whole` in which it belongs.
+        """
         self._work = dist.all_gather_into_tensor(whole, shard, group=group, async_op=True)
 
     def wait(self) -> None:
-        """See `Transport`."""
+        """Waits for the transfers that have started; on a device, makes the current stream wait for them."""
         self._work.wait()
 
 
-class DirectTransport(Transport):
+class DirectTransport:
     """A transport by messages between two ranks, from the tensors of one rank into those of the other.
 
     gloo's collectives gather into memory of their own and copy from it, and all ranks have to start them in the same
@@ -171,7 +161,7 @@ class DirectTransport(Transport):
         self._pending: list[P2PWork] = []
 
     def scatter(self, sums: Sequence[Tensor], stage: Stage, group: Any) -> list[Tensor]:
-        """See `Transport`; this rank's shards of its own sums are not copied."""
+        """See `CollectiveTransport.scatter`; this rank's shards of its own sums are not copied."""
         outgoing = [value.chunk(len(stage.ranks)) for value in sums]
         shard_size = outgoing[0][0].numel()
         shards: list[Tensor] = []
@@ -186,7 +176,7 @@ class DirectTransport(Transport):
         return shards
 
     def gather(self, shard: Tensor, whole: Tensor, stage: Stage, group: Any) -> None:
-        """See `Transport`."""
+        """See `CollectiveTransport.gather`."""
         for peer, part in zip(stage.ranks, whole.chunk(len(stage.ranks)), strict=True):
             if peer != self._rank:
                 self._pending += [
@@ -197,7 +187,7 @@ class DirectTransport(Transport):
                 part.copy_(shard)
 
     def wait(self) -> None:
-        """See `Transport`."""
+        """See `CollectiveTransport.wait`."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()

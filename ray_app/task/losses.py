@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
@@ -44,11 +45,13 @@ class Losses:
         weights: The weight of each row, 0 or more, shape (rows,); None: 1 each.
         metrics: Further metrics of a training step by name, as sums over each row's parts like `values`, shape (rows,);
             their means are over the same weights.
+        reduced: The values that `reduce` has got; the step sets them.
     """
 
     values: Tensor
     weights: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    reduced: Mapping[MetricKey, Tensor] = field(default_factory=dict)
 
     @property
     def row_weights(self) -> Tensor:
@@ -70,26 +73,22 @@ class LossSums(NamedTuple):
 
     loss: float
     weight: float
-    metrics: dict[str, float]
+    metrics: dict[MetricKey, float]
 
 
 ZERO_SUMS = LossSums(0.0, 0.0, {})
 """The sums over no rows."""
 
 
-@dataclass
-class ReducedValues:
-    """The values that `reduce` has got in the training loss of the present micro-batch.
+class MetricKey(NamedTuple):
+    """A metric of a training step: its name, and its reduction if `reduce` has got it, which else is a mean of rows."""
 
-    Args:
-        values: The value, of shape (), by reduction and name, such as `sum:caught`; None outside of a training loss.
-    """
-
-    values: dict[str, Tensor] | None = None
+    name: str
+    reduction: ReplicaReduction | None = None
 
 
-REDUCED = ReducedValues()
-"""The values of this process, which runs one micro-batch at a time."""
+reduced_values: ContextVar[dict[MetricKey, Tensor] | None] = ContextVar("reduced_values", default=None)
+"""The values, of shape (), that `reduce` has got for the present micro-batch; None outside of a training loss."""
 
 
 def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> None:
@@ -120,13 +119,14 @@ def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> Non
             f"{call} got {number.dtype} of shape {tuple(number.shape)}; give it one real number, such as the sum of"
             " these."
         )
-    if REDUCED.values is None:
+    values = reduced_values.get()
+    if values is None:
         return
-    if any(name == key.partition(":")[2] for key in REDUCED.values):
+    if any(name == key.name for key in values):
         raise ConfigError(
             f"{call} is the second call with this name for one micro-batch; give each value its own name."
         )
-    REDUCED.values[f"{reduction}:{name}"] = number.detach().double().reshape(())
+    values[MetricKey(name, reduction)] = number.detach().double().reshape(())
 
 
 def _check_metric_name(name: str, source: str) -> None:
@@ -139,7 +139,7 @@ def _check_metric_name(name: str, source: str) -> None:
 
 
 def check_losses(
-    task: object, returned: Tensor | Losses, rows: int, reduced: Mapping[str, Tensor] | None = None
+    task: object, returned: Tensor | Losses, rows: int, reduced: Mapping[MetricKey, Tensor] | None = None
 ) -> Losses:
     """Returns what `Task.loss` or `Task.training_loss` returned as `Losses`, after checking shapes and names.
 
@@ -147,7 +147,7 @@ def check_losses(
         task: The task.
         returned: Its result.
         rows: Number of rows.
-        reduced: The values of `ReducedValues`, which become metrics under their keys.
+        reduced: The values of `reduced_values`, which become metrics of the step, too.
 
     Raises:
         ConfigError: There is not one value for each row, or a metric has a name that cannot be recorded.
@@ -165,13 +165,12 @@ def check_losses(
         _check_metric_name(name, f"{type(task).__name__}.loss returned")
     if not reduced:
         return losses
-    if names := losses.metrics.keys() & {key.partition(":")[2] for key in reduced}:
+    if names := losses.metrics.keys() & {key.name for key in reduced}:
         raise ConfigError(
             f"{type(task).__name__}.loss returns the metrics {', '.join(sorted(names))}, and ray_app.reduce is called"
             " with the same names; use other names."
         )
-    values = {key: value.to(losses.values.device) for key, value in reduced.items()}
-    return replace(losses, metrics={**losses.metrics, **values})
+    return replace(losses, reduced=reduced)
 
 
 class DeviceSums(NamedTuple):
@@ -180,24 +179,25 @@ class DeviceSums(NamedTuple):
     Args:
         values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
             value, or shape (2 + metrics,).
-        metrics: The sorted names of the metrics; None without weights and metrics.
+        metrics: The metrics in their order; None without weights and metrics.
     """
 
     values: Tensor
     rows: int
-    metrics: tuple[str, ...] | None
+    metrics: tuple[MetricKey, ...] | None
 
 
 def sum_on_device(losses: Losses) -> DeviceSums:
     """Returns the sums over rows without waiting for the device."""
     values = losses.values.detach()
-    if losses.weights is None and not losses.metrics:
+    if losses.weights is None and not losses.metrics and not losses.reduced:
         return DeviceSums(values.sum(), len(values), None)
     weights = losses.row_weights.detach()
-    names = sorted(losses.metrics)
-    others = [weights, *(losses.metrics[name].detach() for name in names)]
-    other_sums = [value.sum(dtype=torch.float64) for value in others]
-    return DeviceSums(torch.stack([values.sum().double(), *other_sums]), len(values), tuple(names))
+    sums = {MetricKey(name): value.detach().sum(dtype=torch.float64) for name, value in losses.metrics.items()}
+    sums |= {key: value.to(values.device) for key, value in losses.reduced.items()}
+    keys = sorted(sums)
+    others = [weights.sum(dtype=torch.float64), *(sums[key] for key in keys)]
+    return DeviceSums(torch.stack([values.sum().double(), *others]), len(values), tuple(keys))
 
 
 def read_sums(

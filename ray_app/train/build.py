@@ -18,8 +18,9 @@ from ray_app.config.import_paths import load_class
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import GradientReducer, World
 from ray_app.reduction.bucketed import BucketedReducer
+from ray_app.reduction.reducer import GradientReducer
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
@@ -27,9 +28,8 @@ from ray_app.train.state.state import TrainingState
 from ray_app.train.step.cuda_graphs import CudaGraphs, make_graph_backend
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
 from ray_app.train.step.sdc import ComparedWorkers, SdcChecker
-from ray_app.train.step.step import Step, StepHook, TurnStep, combine_hooks
-from ray_app.train.step.step_stats import StepStats
-from ray_app.train.stragglers import StepTimer
+from ray_app.train.step.step import Step, TurnStep
+from ray_app.train.step.step_stats import StepStats, StepTimer
 from ray_app.train.strategies.central_storage import CentralPlacement
 from ray_app.train.strategies.local_sgd import LocalStep
 
@@ -60,7 +60,7 @@ def build_step(
     timer: StepTimer | None = None,
     compared_workers: ComparedWorkers | None = None,
 ) -> TrainingStep:
-    """Returns the step of the configured strategy with its gradient reducer and everything that wraps it.
+    """Returns the step of the configured strategy with its gradient reducer.
 
     Args:
         job: The run.
@@ -73,49 +73,35 @@ def build_step(
     """
     train = job.config.train
     state.train()
-    make_stats = partial(StepStats, world, timer.breakdown if timer is not None else None)
-    timers: list[StepHook] = [timer] if timer is not None else []
+
+    def make_stats() -> StepStats:
+        return StepStats(world, timer.breakdown if timer is not None else None)
+
     # One local step with an outer learning rate of 1 and without momentum is `ddp`, which `Step` computes.
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
-        reducer = build_bucketed_reducer(train, state.model, world)
-        return LocalStep(job, state, reducer, make_stats(), world, device, enter, combine_hooks(timers))
+        reducer = BucketedReducer(state.model, world, train.reduction, train.bucket_mb)
+        return LocalStep(job, state, reducer, make_stats(), world, device, enter, timer)
+    make_passes: Callable[..., Passes] = Passes
+    if train.strategy == "fsdp":
+        from ray_app.train.strategies.fully_sharded import ShardedPasses
+
+        make_passes = partial(ShardedPasses, world)
+    elif train.capture:
+        make_passes = partial(CudaGraphs, make_graph_backend(device))
     buffers = ReplicaBuffers(state.model, world)
 
     def make_step(turn: str | None = None) -> Step:
         loss = partial(job.task.loss_for_optimizer, turn) if turn is not None else None
-        make_passes: Callable[..., Passes] = Passes
-        if train.strategy == "fsdp":
-            from ray_app.train.strategies.fully_sharded import ShardedPasses
-
-            make_passes = partial(ShardedPasses, world)
         passes = make_passes(job.config, job.task, device, state.model, state.scale, loss)
         reducer = build_reducer(train, state.model, world)
-        # The sending of micro-batches for SDC checks does not count as computing, so the timer follows.
-        hooks: list[StepHook] = [passes] if isinstance(passes, StepHook) else []
+        sdc = None
         if compared_workers is not None:
             assert isinstance(reducer, BucketedReducer), "checked with the configuration"
-            hooks.append(SdcChecker(compared_workers, world, passes, buffers, reducer))
-        run_pass = CudaGraphs(passes, device, make_graph_backend(device)).run if train.capture else passes.run
-        return Step(
-            job.task,
-            state,
-            passes,
-            reducer,
-            buffers,
-            make_stats(),
-            world,
-            enter,
-            combine_hooks([*hooks, *timers]),
-            train.grad_clip_norm,
-            run_pass,
-        )
+            sdc = SdcChecker(compared_workers, world, passes, buffers, reducer)
+        max_norm = train.grad_clip_norm
+        return Step(job.task, state, passes, reducer, buffers, make_stats(), world, enter, max_norm, timer, sdc)
 
     return TurnStep(state, state.turns, make_step) if state.turns is not None else make_step()
-
-
-def build_bucketed_reducer(train: TrainSection, model: nn.Module, world: World) -> BucketedReducer:
-    """Returns the gradient reducer for a whole model on every worker, as configured."""
-    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:
@@ -133,7 +119,7 @@ def build_reducer(train: TrainSection, model: nn.Module, world: World) -> Gradie
         if train.reduction == "exact":
             return sharded.DeterministicShardedReducer(model, world)
         return sharded.FsdpReducer(model, world)
-    return build_bucketed_reducer(train, model, world)
+    return BucketedReducer(model, world, train.reduction, train.bucket_mb)
 
 
 def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
@@ -153,7 +139,7 @@ def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
         ) from error
     if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
         raise ConfigError(
-            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.base.GradientReducer. Derive it"
+            f"train.reducer is {path}, which is not a subclass of ray_app.reduction.reducer.GradientReducer. Derive it"
             " from that."
         )
     if missing := sorted(reducer.__abstractmethods__):

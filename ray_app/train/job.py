@@ -17,8 +17,8 @@ from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.bad_rows import KEYS
 from ray_app.data.disk_cache import cached_fetch
-from ray_app.data.reader import Fetch, Reader, RowSource, rows_per_task
-from ray_app.data.windows import Windows
+from ray_app.data.reader import Decoded, Fetch, Reader, RowSource, choose_fetch, rows_per_task
+from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.runlog.evaluations import Evaluation, Verdict, early_stop, rank_candidates
 from ray_app.runlog.paths import RunPaths
@@ -172,6 +172,30 @@ class WithKeys:
 
 OpenWindows = Callable[[Job, Cursor, range], Windows]
 """Opens the data at a cursor for the logical workers that are assigned to a worker."""
+
+
+class WindowSource:
+    """Opens windows of a job's rows, an `OpenWindows`; all calls share one cache or one fetch.
+
+    Args:
+        fetch: Reads rows that no cache has.
+        read_cache: Returns the decoded data, with `data.cache: memory`.
+    """
+
+    def __init__(self, fetch: Fetch, read_cache: Callable[[], Decoded] | None = None) -> None:
+        self._fetch, self._read_cache = fetch, read_cache
+        self._windows: CachedWindows | None = None
+        self._cached_fetch: Fetch | None = None
+
+    def __call__(self, job: Job, cursor: Cursor, assigned: range) -> Windows:
+        """Opens the windows of some logical workers at a cursor."""
+        if self._read_cache is not None:
+            self._windows = self._windows or CachedWindows(self._read_cache())
+            return self._windows
+        data = job.config.data
+        self._cached_fetch = self._cached_fetch or job.through_cache(choose_fetch(data.reader_threads, self._fetch))
+        fetch, prefetch = self._cached_fetch, data.prefetch_windows
+        return StreamedWindows(job.plan, cursor, assigned, job.passes, fetch, job.source, prefetch)
 
 
 @dataclass(frozen=True)

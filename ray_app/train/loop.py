@@ -6,9 +6,10 @@ import gc
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,22 +18,23 @@ from ray_app.data.feed import Feed
 from ray_app.devices import kind_of
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, translate_peer_errors
+from ray_app.reduction.peer_errors import translate_peer_errors
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.storage.files import put_atomic
 from ray_app.task import environment
-from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.checkpointing.step_log import BadRows, StepLog, restore_state
-from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
+from ray_app.train.context import WorkerContext
+from ray_app.train.job import Job
+from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase
 from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
-from ray_app.train.step.step_stats import StepResult
+from ray_app.train.step.step_stats import StepResult, StepTimer
 from ray_app.train.step.validation import Validation
-from ray_app.train.stragglers import StepTimer, StragglerReporter
+from ray_app.train.stragglers import StragglerReporter
 
 logger = logging.getLogger(__name__)
 
@@ -43,67 +45,36 @@ If one more breaks, this worker fails, because then a lost peer is unlikely to b
 """
 
 
-def train(
-    job: Job,
-    membership: Membership,
-    open_windows: OpenWindows,
-    device: torch.device,
-    hooks: Hooks = Hooks(),
-    sender: SnapshotSender | None = None,
-    load_evaluation: Callable[[], Arrays] | None = None,
-) -> bool:
-    """Trains until the last step, until the driver asks to stop, or until this worker has to leave its node.
-
-    Args:
-        job: The run to train.
-        membership: Forms generations with the other workers.
-        open_windows: Opens the training data.
-        device: Device to compute on.
-        hooks: Callbacks for fault tests.
-        sender: Sends snapshots to the snapshot actors and fetches the newest.
-        load_evaluation: Loads the evaluation data, with `job.evaluation`; the workers then evaluate at every planned
-            checkpoint.
+def train(context: WorkerContext) -> bool:
+    """Trains until the last step, until the driver asks to stop, or until this worker is drained.
 
     Returns:
-        Whether the run is over; False if this worker has left and the others continue.
+        Whether the run is over; False if this worker has exited and the others continue.
 
     Raises:
         PeerLostError: Another worker left, and this membership cannot form another generation.
         PreemptedError: All workers have to leave their nodes.
         RayAppError: An error that a restart cannot fix.
     """
-    environment.set_up_torch(job.config, device)
-    worker = _Worker(job, membership, open_windows, device, hooks, sender or SnapshotSender([]), load_evaluation)
-    with closing(worker), _gc_frozen():
+    environment.set_up_torch(context.job.config, context.device)
+    with closing(_Worker(context)) as worker, _gc_frozen():
         return worker.run()
 
 
 class _Worker:
     """Runs the generations of one worker, with the parts that outlive them: state, data feed, step log, monitors."""
 
-    def __init__(
-        self,
-        job: Job,
-        membership: Membership,
-        open_windows: OpenWindows,
-        device: torch.device,
-        hooks: Hooks,
-        sender: SnapshotSender,
-        load_evaluation: Callable[[], Arrays] | None,
-    ) -> None:
-        self._job = job
-        self._membership = membership
-        self._device = device
-        self._hooks = hooks
-        self._sender = sender
+    def __init__(self, context: WorkerContext) -> None:
+        job, device = context.job, context.device
+        self._job, self._device = job, device
+        membership = self._membership = context.membership
+        self._hooks = context.hooks
+        self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
-        self._step_log = StepLog(job, self._state, membership, sender, device, hooks)
-        self._feed = Feed(job.plan, lambda cursor, assigned: open_windows(job, cursor, assigned), device)
-        self._validation = (
-            Validation(job, self._state, load_evaluation, device, membership.report_progress)
-            if load_evaluation is not None
-            else None
-        )
+        self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
+        self._feed = Feed(job.plan, partial(context.open_windows, job), device)
+        load, report_progress = context.load_evaluation, membership.report_progress
+        self._validation = Validation(job, self._state, load, device, report_progress) if load is not None else None
         self._bad_rows = BadRows(job)
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._sdc_monitor = SdcMonitor(job, self._state, device)
@@ -111,8 +82,8 @@ class _Worker:
         # With local SGD `TrainingState.step` stays that of the last average, while this counts every step.
         self._finished_steps = 0
         self._has_stepped = False
-        if hooks.built is not None:
-            hooks.built(self._state.model)
+        if context.hooks.built is not None:
+            context.hooks.built(self._state.model)
 
     def run(self) -> bool:
         """Runs one generation after the other, until the run ends or this worker leaves.
@@ -131,15 +102,14 @@ class _Worker:
         repeated_breaks = 0
         broken_at_step: int | None = None
         while True:
-            # These flags remain if this worker has to leave before a generation forms; without `REFORM` the run would
-            # count as over below.
-            flags = Flags.REFORM
+            flags, is_run_over = Flags(0), False
             self._free_device()
             try:
                 joined = self._membership.generation(self._state.step, broken_since_s is not None)
-                with joined as (group, generation), self._state.sync.bind(group) as world, translate_peer_errors():
+                with joined as (world, generation), self._state.sync.bind(world) as world, translate_peer_errors():
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
+                    is_run_over = not flags & Flags.REFORM
                     self._state.sync.collect()
                 broken_since_s = None
             except PeerLostError as error:
@@ -157,16 +127,16 @@ class _Worker:
                 raise error.with_context(
                     f"rank {self._rank} after step {self._finished_steps}", rows
                 ) from error.__cause__
-            except LeavingError:
-                # The check below ends this worker; if the reason to leave is gone by then, it waits again.
+            except DrainedError:
+                # The check below ends this worker; if the reason to drain is gone by then, it waits again.
                 pass
-            # The end of the run is checked before the end of this worker: a worker that has to leave when the run is
+            # The end of the run is checked before the end of this worker: a worker that is draining when the run is
             # over must still report a last checkpoint that failed.
-            if not flags & Flags.REFORM:
+            if is_run_over:
                 self._step_log.check()
                 return True
-            if self._membership.is_leaving():
-                self._leave(flags)
+            if self._membership.is_draining():
+                self._exit_drained(flags)
                 return False
 
     def _free_device(self) -> None:
@@ -355,11 +325,11 @@ class _Worker:
         self._validation.run(world)
         self._step_log.skip_time()
 
-    def _leave(self, flags: Flags) -> None:
-        """Ends this worker, because it has to leave its node; saves the state first if `has_to_save_on_exit`.
+    def _exit_drained(self, flags: Flags) -> None:
+        """Saves the state of this worker, which exits because it is drained, if `has_to_save_on_exit`.
 
         Args:
-            flags: The flags that ended its last generation; `REFORM` if it has waited for another one since then.
+            flags: The flags that ended its last generation; none if it has waited for another one since then.
 
         Raises:
             PreemptedError: All workers have to leave, or this one has no state yet.

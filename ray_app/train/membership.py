@@ -16,7 +16,7 @@ from enum import IntFlag
 from statistics import median
 from typing import Any, Literal, Protocol
 
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord
 
 HEARTBEAT_S = 0.25
@@ -42,7 +42,7 @@ class Flags(IntFlag):
     REFORM = 2
     """All workers leave this generation and form the next one."""
     SAVE = 4
-    """The workers make a checkpoint, because all that have the training state have to leave their nodes."""
+    """The workers make a checkpoint, because all that have the training state are draining."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Heartbeat:
         recorded: Last step with its record on storage; only from rank 0.
         progress_reports: Number of times that the worker has reported progress other than a finished step.
         wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
-        lost: Whether the worker's generation broke, or the last one if it waits, so that its other workers must leave
-            it, too.
+        was_broken: Whether the worker's generation broke, or the last one if it waits, so that the other workers must
+            leave it, too.
         device: UUID of the device on which the worker computes, see `device_uuid`.
         uses_gloo: Whether no other backend can carry what the worker sends, as on a share or a slice of a GPU.
     """
@@ -82,7 +82,7 @@ class Heartbeat:
     recorded: int = 0
     progress_reports: int = 0
     wait_number: int = 0
-    lost: bool = False
+    was_broken: bool = False
     device: str = ""
     uses_gloo: bool = False
 
@@ -95,12 +95,12 @@ class HeartbeatReply:
         generation: Generation of the heartbeat; `REFORM` and `abort` apply to this generation only.
         flags: Flags that the worker brings into its next step.
         abort: Whether the worker must leave its generation at once, even in the middle of a collective.
-        leave: Whether the worker must end when its generation ends.
+        drain: Whether the worker must exit when its generation ends.
         dump: Whether the worker should record the stacks of its threads.
-        exit: Whether the worker must end its process now, because it stalls the group or has been evicted.
+        exit: Whether the worker must end its process now, because it stalls its generation or was removed.
         recorded: Last step with its record on storage.
         is_for_waiting: Whether the rendezvous knew that the worker waits for a generation when it made the reply. A
-            waiting worker ignores `leave` in an earlier reply, because a rendezvous that knows of the wait may need the
+            waiting worker ignores `drain` in an earlier reply, because a rendezvous that knows of the wait may need the
             worker in one more generation.
         formed: The generation that the worker waited for; None until it has formed.
         period_s: Seconds until the next heartbeat is due.
@@ -109,7 +109,7 @@ class HeartbeatReply:
     generation: int = 0
     flags: Flags = Flags(0)
     abort: bool = False
-    leave: bool = False
+    drain: bool = False
     dump: bool = False
     exit: bool = False
     recorded: int = 0
@@ -152,9 +152,9 @@ class RendezvousStatus:
 
     Args:
         live: Actor ids of the workers that send heartbeats and are to stay.
-        leaving: Actor ids of the workers that have to leave their nodes and have not left yet.
+        draining: Actor ids of the workers that have to exit and have not exited yet.
         lost_for_s: Seconds since each lost worker was declared lost, by actor id, without those that came back or were
-            evicted.
+            removed.
         stepping: Number of workers in the current generation that do not wait for the next one.
         step: Number of finished steps.
         record: Record of the newest finished step.
@@ -164,7 +164,7 @@ class RendezvousStatus:
     """
 
     live: set[str]
-    leaving: set[str]
+    draining: set[str]
     lost_for_s: dict[str, float]
     stepping: int
     step: int
@@ -191,16 +191,16 @@ class SingleProcessMembership:
         """Record of the newest finished step."""
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """Yields the only generation, see `Membership.generation`."""
-        del step, lost
+        del step, was_broken
         yield World(0, 1, self._logical_workers), GenerationInfo(1, 0, 1, "", 0)
 
     def flags(self) -> Flags:
         """Returns `STOP` once the run is to stop, see `Membership.flags`."""
         return Flags.STOP if self._stops() else Flags(0)
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         """Returns False, because no other process could continue the run."""
         return False
 
@@ -220,8 +220,8 @@ class SingleProcessMembership:
         return self._recorded
 
 
-class LeavingError(Exception):
-    """Raised if this worker has to leave while it waits for a generation."""
+class DrainedError(Exception):
+    """Raised if this worker has to exit while it waits for a generation."""
 
 
 class Membership(Protocol):
@@ -230,17 +230,17 @@ class Membership(Protocol):
     recovers: bool
     """Whether the workers form another generation after a peer is lost; otherwise the driver restarts the group."""
 
-    def generation(self, step: int, lost: bool) -> Any:
+    def generation(self, step: int, was_broken: bool) -> Any:
         """Returns a context that waits for a new generation and yields its `World` and its `GenerationInfo`.
 
         At the end of the context the worker leaves the generation's process group.
 
         Args:
             step: Number of finished steps of this worker; -1 without a state.
-            lost: Whether this worker's last generation broke.
+            was_broken: Whether this worker's last generation broke.
 
         Raises:
-            LeavingError: This worker has to leave before the generation forms.
+            DrainedError: This worker has to exit before the generation forms.
         """
         ...
 
@@ -248,8 +248,8 @@ class Membership(Protocol):
         """Returns the flags that this rank brings into its next step."""
         ...
 
-    def is_leaving(self) -> bool:
-        """Returns whether this worker has to end when its generation ends."""
+    def is_draining(self) -> bool:
+        """Returns whether this worker has to exit when its generation ends."""
         ...
 
     def enter(self, phase: Phase) -> None:

@@ -6,16 +6,15 @@ several windows in a row; a worker that stalled a single step is reported, too. 
 from slow workers to fast ones, and the result stays bit-identical. Medians, thresholds and pauses that double prevent
 moves because of noise.
 
-`StepTimer` measures the times, on a GPU by events, for which the host does not wait. `StragglerDetector` computes the
-stragglers. `StragglerReporter` writes events: which worker is slow and why, how logical workers moved, and where each
-worker's time went.
+`StepTimer` (`train/step/step_stats.py`) measures the times. `StragglerDetector` computes the stragglers.
+`StragglerReporter` writes events: which worker is slow and why, how logical workers moved, and where each worker's time
+went.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,16 +24,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_app.data.windows import MicroBatch
-from ray_app.devices import kind_of
 from ray_app.plan.assignment import blocks_by_speed
-from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
 from ray_app.reduction.messages import gather
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import device_label
 from ray_app.train.job import Job
-from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import TimeBreakdown, TimeValues
 
 Seconds = npt.NDArray[np.float64]
@@ -101,60 +96,6 @@ class Straggler:
     slowdown: float
     lost: float
     event: Literal["straggler_detected", "straggler_recovered", "stalled"]
-
-
-class StepTimer(StepHook):
-    """Measures the `TimeBreakdown` of each step.
-
-    Args:
-        device: Device that computes; a device with streams is timed by its events.
-
-    Attributes:
-        data_wait_s: Seconds that this rank waited for the data of the step; set by the caller before the step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.data_wait_s = 0.0
-        self._events = kind_of(device).make_timers(2)
-        self._began_s = self._computed_s = self._reduced_s = 0.0
-        self._previous_began_s = self._previous_reduced_s = 0.0
-        self._num_logical_workers = 1
-
-    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
-        """Marks the beginning of a step, see `StepHook.begin`."""
-        del step, cursor, global_rows
-        self._num_logical_workers = len(batches)
-        self._previous_began_s = self._began_s
-        self._previous_reduced_s = self._reduced_s
-        self._began_s = time.perf_counter()
-        if self._events is not None:
-            self._events[0].record()
-
-    def computed(self) -> None:
-        """Marks that the last backward of the step is done, or has been launched on the device."""
-        self._computed_s = time.perf_counter()
-        if self._events is not None:
-            self._events[1].record()
-
-    def reduced(self) -> None:
-        """Marks that the gradients are reduced."""
-        self._reduced_s = time.perf_counter()
-
-    def breakdown(self) -> TimeBreakdown:
-        """Returns where the time of the step went.
-
-        Call it after the step's device synchronization point; otherwise it waits for the device.
-        """
-        compute_s = self._computed_s - self._began_s
-        if self._events is not None:
-            # If no logical worker of this rank had rows, the synchronization point did not wait for this event.
-            self._events[1].synchronize()
-            compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
-        compute_s /= self._num_logical_workers
-        if not self._previous_began_s:
-            return TimeBreakdown(compute_s, self.data_wait_s, 0.0, 0.0)
-        other_s = max(0.0, self._began_s - self._previous_reduced_s - self.data_wait_s)
-        return TimeBreakdown(compute_s, self.data_wait_s, other_s, self._began_s - self._previous_began_s)
 
 
 class StragglerDetector:

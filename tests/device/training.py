@@ -17,8 +17,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import accelerator
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.testing import RankResult, TrainedRun, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import KEY_BYTES, GenerationInfo
@@ -44,8 +46,8 @@ class OwnGroupMembership(LocalMembership):
     group_backend: Literal["auto", "gloo"] = "auto"
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        del step, lost
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
+        del step, was_broken
         world, number = self._world, self._number
         hosts = self.hosts[: world.size]
         info = GenerationInfo(number, world.rank, world.size, "127.0.0.1", self.port, hosts, "ab" * KEY_BYTES)
@@ -142,7 +144,7 @@ def _train(
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:
-        train(job, membership, windows, device, hooks, load_evaluation=load)
+        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load))
     except BaseException:
         traceback.print_exc()
         raise

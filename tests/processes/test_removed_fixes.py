@@ -37,16 +37,18 @@ class Fix(NamedTuple):
 
 
 CLIENT, SERVER = "cluster/rendezvous/client.py", "cluster/rendezvous/rendezvous.py"
+PROTOCOL = "cluster/rendezvous/worker_protocol.py"
+PROTOCOL = "cluster/rendezvous/worker_protocol.py"
 PROCESS_GROUP = "train/process_group.py"
 FIXES = {
     "an error is reported at once": Fix(CLIENT, "            self._report_break(error)\n", "", ERROR),
-    "a failed worker leaves before it ends": Fix(
+    "a failed worker reports its exit before it ends": Fix(
         CLIENT, "            self._wake()\n        else:\n            self.close()", "            self._wake()", ERROR
     ),
-    "a new generation is not lost": Fix(CLIENT, '= "forming", False\n', '= "forming", self._lost\n', ERROR),
+    "a new generation is not lost": Fix(PROTOCOL, '= "forming", False\n', '= "forming", self.was_broken\n', ERROR),
     "a loss is read alone": Fix(
         SERVER,
-        "            self._is_broken |= heartbeat.lost and not heartbeat.wait_number\n",
+        "            self._is_broken |= heartbeat.was_broken and not heartbeat.wait_number\n",
         "",
         f"{RENDEZVOUS}::test_a_worker_that_fails_in_the_middle",
     ),
@@ -81,7 +83,7 @@ FIXES = {
         f"{GROUP}::test_all_groups_abort_at_the_same_time",
     ),
     "no launch follows an abort": Fix(
-        "reduction/base.py",
+        "reduction/peer_errors.py",
         "    if _group is not None and _group.is_aborted:\n        raise PeerLostError(",
         "    if False:\n        raise PeerLostError(",
         f"{GROUP}::test_an_abort_waits_for_a_running_launch",

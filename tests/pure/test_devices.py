@@ -21,7 +21,7 @@ from ray_app.cluster.resources import cluster
 from ray_app.config.config import Config
 from ray_app.devices import HOST, KINDS, DeviceKind, accelerator, assigned_device, kind_of
 from ray_app.errors import ConfigError
-from ray_app.reduction.overlap import SideThread
+from ray_app.reduction.overlap import ThreadExecutor
 from ray_app.task import environment
 from ray_app.task.environment import set_threads_and_kernels
 from tests.support.library_names import Names
@@ -126,9 +126,9 @@ def test_a_worker_with_a_share_of_a_gpu_gets_that_share_of_its_memory(
 def test_a_helper_thread_uses_the_device_of_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     used = list[tuple[str, torch.device]]()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((threading.current_thread().name, device)))
-    thread = SideThread(torch.device("cuda", 2))
-    thread.submit(lambda: None)
-    thread.join()
+    executor = ThreadExecutor(torch.device("cuda", 2))
+    executor.start(iter([None]), is_last=False)
+    executor.drain()
     assert used == [("reduction", torch.device("cuda", 2))]
 
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from ray_app.checkpoint.store import CheckpointStore, Commit
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import cache_windows, make_context
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags, GenerationInfo
@@ -104,7 +105,7 @@ class PipedMembership(LocalMembership):
         self._number = 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._death.arm(None)
         self._pipe.send(("waits", step))
@@ -114,7 +115,7 @@ class PipedMembership(LocalMembership):
         self._number, rank, size, fault = values
         self._world = World(rank, size, self._world.logical_workers)
         self._store = self._folder / str(self._number)
-        with super().generation(step, lost) as (world, formed):
+        with super().generation(step, was_broken) as (world, formed):
             self._death.arm(fault)
             yield world, replace(formed, number=self._number)
 
@@ -130,7 +131,8 @@ class PipedMembership(LocalMembership):
 def _work(pipe: Connection, folder: Path, job: Job, windows: OpenWindows, device: torch.device) -> None:
     death = FaultTrigger(pipe)
     try:
-        train(job, PipedMembership(pipe, folder, job.plan.logical_workers, death), windows, device, death.hooks)
+        membership = PipedMembership(pipe, folder, job.plan.logical_workers, death)
+        train(WorkerContext(job, membership, windows, device, death.hooks))
         death.arm(None)
         pipe.send(("done", None))
     except BaseException:

@@ -229,7 +229,10 @@ class AwaitJoiningWorker:
 
 
 def _has_joining_worker(rendezvous: Any) -> bool:
-    return any(member.waiting_since_s is not None and not member.heartbeat.generation for member in rendezvous._members)
+    return any(
+        member.waiting_since_s is not None and not member.heartbeat.generation
+        for member in rendezvous._rendezvous._members
+    )
 
 
 @dataclass(frozen=True)

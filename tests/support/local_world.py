@@ -28,7 +28,8 @@ from ray_app.data.windows import StreamedWindows, Windows
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor, Plan
 from ray_app.preflight.inputs import make_plan, read_classes
-from ray_app.reduction.base import World, clear_group, set_group
+from ray_app.reduction.peer_errors import clear_group, set_group
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
@@ -213,14 +214,14 @@ class LocalMembership(FileStoreMembership):
         self._num_steps = 0
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         if self._world.size == 1 or self._backend == "gloo":
-            with super().generation(step, lost) as generation:
+            with super().generation(step, was_broken) as generation:
                 yield generation
             return
         with (
             watch_peers(self._store, self._world.rank, self._world.size) as watch,
-            super().generation(step, lost) as (world, info),
+            super().generation(step, was_broken) as (world, info),
         ):
             state = _DeviceState(dist.group.WORLD)
             watch(state.abort)
@@ -237,7 +238,7 @@ class LocalMembership(FileStoreMembership):
 
 
 class _DeviceState:
-    """The state of a process group like one of a device, see `reduction.base.Breakable`."""
+    """The state of a process group like one of a device, see `reduction.peer_errors.Breakable`."""
 
     is_aborted = False
 

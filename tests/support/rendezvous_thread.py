@@ -7,13 +7,13 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import ray
@@ -28,11 +28,14 @@ from ray_app.errors import TaskError
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.testing import RankResult, cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
+from ray_app.train.membership import Heartbeat
 from ray_app.train.process_group import ProcessGroup, use_interface_of_host
 from tests.support.device_group import OUT_OF_MEMORY, SpinningGroup
 
+T = TypeVar("T")
 SILENCE_S, LOCALHOST = 5.0, "127.0.0.1"
 _CHECK_S = 0.05
 RECOVERY_S = 5.0
@@ -52,11 +55,16 @@ class RendezvousThread:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self._calls = Listener((LOCALHOST, 0))
         threading.Thread(target=self._answer, daemon=True).start()
-        self.remote = RemoteRendezvous(self.run(self.server.listen(LOCALHOST)), self.server.secret, self._calls.address)
+        address = asyncio.run_coroutine_threadsafe(self.server.listen(LOCALHOST), self.loop).result(60)
+        self.remote = RemoteRendezvous(address, self.server.secret, self._calls.address)
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs a coroutine in the rendezvous' thread and returns its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function in the rendezvous' thread and returns its result."""
+
+        async def run() -> T:
+            return function(*arguments)
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     def _answer(self) -> None:
         """Answers calls of the methods of the rendezvous, one after the other."""
@@ -64,11 +72,15 @@ class RendezvousThread:
             while True:
                 with self._calls.accept() as connection, suppress(EOFError):
                     name, arguments = connection.recv()
-                    connection.send(self.run(getattr(self.rendezvous, name)(*arguments)))
+                    connection.send(self.call(getattr(self.rendezvous, name), *arguments))
 
     def member(self, worker: str) -> Member | None:
         """Returns a worker's entry in the rendezvous."""
         return self.rendezvous._members.get(worker)
+
+    def lost(self) -> list[str]:
+        """Returns the workers that are declared lost."""
+        return list(self.call(self.rendezvous.status).lost_for_s)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -81,7 +93,7 @@ def start_rendezvous(workers: int) -> RendezvousThread:
     """Starts a rendezvous with the time of this machine, which knows all workers and checks them as its actor does."""
     thread = RendezvousThread(time.monotonic)
     thread.rendezvous._started_s -= 2 * SILENCE_S
-    thread.run(thread.rendezvous.set_expected(workers))
+    thread.call(thread.rendezvous.set_expected, workers)
 
     def check() -> None:
         thread.rendezvous.check_liveness(time.monotonic())
@@ -93,7 +105,7 @@ def start_rendezvous(workers: int) -> RendezvousThread:
 
 @dataclass(frozen=True)
 class RemoteRendezvous:
-    """A rendezvous in another process, with the methods that a client calls of Ray's handle.
+    """The handle of a rendezvous in another process, with the methods that a client calls, see `RendezvousHandle`.
 
     Args:
         address: Address of the server.
@@ -105,29 +117,20 @@ class RemoteRendezvous:
     secret: str
     calls: Any
 
-    @property
-    def address_and_secret(self) -> Any:
-        """See `_RendezvousActor.address_and_secret`."""
-        return SimpleNamespace(remote=lambda: (self.address, self.secret))
+    def address_and_secret(self) -> tuple[tuple[str, int], str]:
+        return self.address, self.secret
 
-    @property
-    def leave(self) -> Any:
-        """See `Rendezvous.leave`."""
-        return SimpleNamespace(remote=lambda *arguments: self._call("leave", *arguments))
-
-    def _call(self, name: str, *arguments: Any) -> Any:
+    def report_exit(self, heartbeat: Heartbeat, over: bool) -> None:
         with Client(self.calls) as connection:
-            connection.send((name, arguments))
-            return connection.recv()
+            connection.send(("report_exit", (heartbeat, over)))
+            connection.recv()
 
 
 def use_without_ray(patch: pytest.MonkeyPatch, worker: str) -> None:
     """Lets the clients of this process run without Ray, as a worker with this id."""
     context = SimpleNamespace(get_actor_id=lambda: worker, get_node_id=lambda: "node")
     util = SimpleNamespace(get_node_ip_address=lambda: LOCALHOST)
-    stub = SimpleNamespace(
-        get=lambda value, **_: value, get_runtime_context=lambda: context, util=util, exceptions=ray.exceptions
-    )
+    stub = SimpleNamespace(get_runtime_context=lambda: context, util=util, exceptions=ray.exceptions)
     patch.setattr(client, "ray", stub)
     use_interface_of_host(LOCALHOST)
 
@@ -166,7 +169,7 @@ def train_at_rendezvous(
         )
         is_over = False
         try:
-            is_over = train(job, membership, cache_windows, device, hooks)
+            is_over = train(WorkerContext(job, membership, cache_windows, device, hooks))
         except BaseException:
             traceback.print_exc()
             raise

@@ -1,6 +1,6 @@
 """A simulation of workers around the real `Rendezvous`, with its own clock and network, and random faults.
 
-The workers act as `train/loop.py` and `cluster/rendezvous/client.py` do, the controller as
+The workers have the client's `WorkerProtocol` and act as `train/loop.py` does, the controller as
 `cluster/controller/controller.py`; time advances in ticks. Invariants: each generation number is used once; no
 generation begins at an earlier step than a reachable worker has, unless it has been superseded without notice; no
 worker leaves with a step that no other worker has and that is not saved; no generation steps after a later one has
@@ -10,15 +10,12 @@ stepped; every run ends. The seed determines the schedule: the same seed gives t
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
-from ray_app.cluster.rendezvous.client import RendezvousClient
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
+from ray_app.cluster.rendezvous.worker_protocol import WorkerProtocol
 from ray_app.train.loop import has_to_save_on_exit
-from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply
+from ray_app.train.membership import Flags, Heartbeat, HeartbeatReply, Phase
 
 TICK_S = 0.25
 SILENCE_S = 2.0
@@ -47,51 +44,31 @@ class Generation:
     hangs_s: float | None = None
 
 
-@dataclass(eq=False)
-class Worker:
-    """The state of a worker process that the protocol uses."""
+class Worker(WorkerProtocol):
+    """The state of a worker process that the simulation uses."""
 
-    name: str
-    node: str
-    step: int = -1
-    _generation: int = 0
-    rank: int = 0
-    _reply: HeartbeatReply = HeartbeatReply()
-    wait_number: int = 0
-    tickets: int = 0
-    lost: bool = False
-    # The next heartbeat is due at this time.
-    beat_s: float = 0.0
-    beat_sent_s: float = 0.0
-    group: Generation | None = None
-    state: str = "starting"
-    # The worker is frozen until this time.
-    until_s: float = 0.0
-    # It cannot reach the rendezvous until this time.
-    cut_until_s: float = 0.0
-    # It cannot reach the other workers until this time.
-    partitioned_until_s: float = 0.0
-    saving: int | None = None
-    saved_at_s: float = 0.0
-    over: bool = False
+    def __init__(self, identity: Heartbeat) -> None:
+        super().__init__(identity)
+        # The next heartbeat is due at this time, and the last one was sent at that time.
+        self.due_s = self.sent_s = 0.0
+        self.group: Generation | None = None
+        self.state = "starting"
+        # The worker is frozen until this time.
+        self.until_s = 0.0
+        # It cannot reach the rendezvous, and the other workers, until these times.
+        self.cut_until_s = self.partitioned_until_s = 0.0
+        self.saving: int | None = None
+        self.saved_at_s = 0.0
+        self.over = False
 
     @property
-    def beat(self) -> Heartbeat:
-        phase: Any = {"saving": "saving", "left": "done"}.get(self.state, "compute" if self.group else "waiting")
-        fields = {
-            "generation": self._generation,
-            "rank": self.rank,
-            "step": self.step,
-            "wait_number": self.wait_number,
-            "lost": self.lost,
-        }
-        return Heartbeat(self.name, self.node, "host", 1, 1, phase=phase, **fields)
+    def name(self) -> str:
+        return self.identity.worker
 
-
-def _now(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine that does not wait."""
-    with suppress(StopIteration):
-        coroutine.send(None)
+    def heartbeat(self) -> Heartbeat:
+        phases: dict[str, Phase] = {"saving": "saving", "exiting": "done"}
+        self.phase = phases.get(self.state, "compute" if self.group else "waiting")
+        return super().heartbeat()
 
 
 class RendezvousWorld:
@@ -112,7 +89,7 @@ class RendezvousWorld:
         self.min_workers = min(workers, random.Random(seed).choice((1, 1, 1, 2, 3)))
         self.log = [f"seed {seed}: {workers} workers, at least {self.min_workers}, {steps} steps"]
         self.actors, self.died_s = -1, 0.0
-        self.beats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
+        self.heartbeats_per_s, self.calls = workers * self.random.choice((4.0, 1.0, 0.4)), self.random.random() < 0.8
         self.live: list[Worker] = []
         self.actor: Rendezvous | None = self._new_actor()
         self.back_s = self.storage_s = 0.0
@@ -130,19 +107,16 @@ class RendezvousWorld:
 
     def _new_actor(self) -> Rendezvous:
         self.actors += 1
-        actor = Rendezvous(SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.beats_per_s, self.min_workers)
+        actor = Rendezvous(
+            SILENCE_S, 1e6, lambda: self.now, 1 + 1000 * self.actors, self.heartbeats_per_s, self.min_workers
+        )
         actor.on_change = lambda: self._call(actor)
         return actor
 
     def _call(self, actor: Rendezvous) -> None:
         """Sends the new replies to all reachable workers; the others get theirs with the next heartbeat."""
         for w in self.live:
-            if (
-                self.now >= max(w.until_s, w.cut_until_s)
-                and w.state != "dead"
-                and actor._members.get(w.name)
-                and self.calls
-            ):
+            if self.now >= max(w.until_s, w.cut_until_s) and w.state != "dead" and self.calls:
                 self._apply_reply(w, actor.reply_for(w.name))
 
     def _log(self, text: str) -> None:
@@ -153,7 +127,7 @@ class RendezvousWorld:
 
     def _add(self) -> None:
         self.names += 1
-        worker = Worker(f"w{self.names}", f"n{self.names}")
+        worker = Worker(Heartbeat(f"w{self.names}", f"n{self.names}", "host", 1, 1))
         self.live.append(worker)
         self.controlled.append(worker)
 
@@ -174,7 +148,7 @@ class RendezvousWorld:
             for worker in self.random.sample(self.live, max(0, len(self.live) - 1)):
                 self._die(worker)
         elif kind == "drain_all":
-            self.draining |= {w.node for w in self.live}
+            self.draining |= {w.identity.node for w in self.live}
             for _ in range(self.random.randrange(3)):
                 self._add()
         elif chosen is None:
@@ -186,7 +160,7 @@ class RendezvousWorld:
         elif kind == "cut_off":
             chosen.cut_until_s = self.now + self.random.choice((1.0, 6.0))
         elif kind == "drain":
-            self.draining.add(self.random.choice((chosen.node, chosen.name)))
+            self.draining.add(self.random.choice((chosen.identity.node, chosen.name)))
 
     def _die(self, worker: Worker) -> None:
         if worker not in self.live:
@@ -204,40 +178,37 @@ class RendezvousWorld:
     def _act(self, w: Worker) -> None:
         if self.now < w.until_s or w.state == "dead":
             return None
-        if self.actor and self.now >= max(w.cut_until_s, w.beat_s):
-            w.beat_sent_s = self.now
-            self._apply_reply(w, self.actor.handle_heartbeat(w.beat))
-            if w._reply.exit:
-                self._log(f"{w.name} is told to end")
+        if self.actor and self.now >= max(w.cut_until_s, w.due_s):
+            w.sent_s = self.now
+            self._apply_reply(w, self.actor.handle_heartbeat(w.heartbeat()))
+            if w.reply.exit:
+                self._log(f"{w.name} is told to exit")
                 return self._die(w)
-        if w.group and w._reply.abort and w._reply.generation == w._generation:
+        if w.group and w.has_to_abort:
             w.group.broken = True
         if w.state == "saving":
             if self.now >= max(w.saved_at_s, self.storage_s):
-                self.saved, w.state = max(self.saved, w.saving or 0), "left"
+                self.saved, w.state = max(self.saved, w.saving or 0), "exiting"
                 self._log(f"{w.name} has saved step {w.saving}")
             return None
-        if w.state == "left":
-            return self._leave_for_good(w)
+        if w.state == "exiting":
+            return self._exit(w)
         if w.group is not None:
             return self._lose_peer(w) if w.group.broken else None
         if not w.wait_number:
-            w.tickets += 1
-            w.wait_number, w.beat_s = w.tickets, 0.0
-        elif w._reply.leave and w._reply.is_for_waiting:
-            self._leave(w, has_to_save_on_exit(Flags(0), RendezvousClient.flags(w), w.rank))
+            w.begin_wait(w.was_broken)
+            w.due_s = 0.0
+        elif w.is_drained:
+            self._begin_exit(w, has_to_save_on_exit(Flags(0), w.flags(), w.rank))
         return None
 
-    def _apply_reply(self, w: Worker, orders: HeartbeatReply) -> None:
-        w._reply = orders
-        w.beat_s = w.beat_sent_s + orders.period_s
-        formed = orders.formed
-        if formed is None or not w.wait_number or formed.number <= w._generation:
+    def _apply_reply(self, w: Worker, reply: HeartbeatReply) -> None:
+        before = w.number
+        w.apply(reply)
+        w.due_s = w.sent_s + reply.period_s
+        formed = w.formed
+        if w.number == before:
             return
-        w._generation = formed.number
-        w.rank = formed.rank
-        w.lost = False
-        w.wait_number = 0
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
         if formed.size < self.min_workers and self.finished_steps < self.steps:
@@ -250,28 +221,28 @@ class RendezvousWorld:
             group.broken = True
 
     def _lose_peer(self, w: Worker) -> None:
-        self._log(f"{w.name} lost a peer of generation {w._generation} at step {w.step}")
+        self._log(f"{w.name} lost a peer of generation {w.number} at step {w.step}")
         w.group = None
-        w.lost = True
+        w.was_broken = True
         w.wait_number = 0
 
-    def _leave(self, w: Worker, saves: bool) -> None:
+    def _begin_exit(self, w: Worker, saves: bool) -> None:
         w.group, w.wait_number = None, 0
-        self._log(f"{w.name} leaves at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
-        w.state = "left"
+        self._log(f"{w.name} exits at step {w.step}{', saving' if saves and w.step >= 0 else ''}")
+        w.state = "exiting"
         if saves and w.step >= 0:
             w.state = "saving"
             w.saving = w.step
             w.saved_at_s = self.now + 0.5
             return
-        others = any(o.step >= w.step and o is not w and o.state != "left" for o in self.live)
+        others = any(o.step >= w.step and o is not w and o.state != "exiting" for o in self.live)
         if w.step > self.saved and not others and self.now > self.died_s + SILENCE_S + 1:
-            self._fail(f"{w.name} leaves with step {w.step}; {self.saved} is saved, and nobody else has it")
+            self._fail(f"{w.name} exits with step {w.step}; {self.saved} is saved, and no other worker has it")
 
-    def _leave_for_good(self, w: Worker) -> None:
+    def _exit(self, w: Worker) -> None:
         if self.actor is None or self.now < w.cut_until_s:
             return
-        _now(self.actor.leave(w.beat, w.over))
+        self.actor.report_exit(w.heartbeat(), w.over)
         self.live.remove(w)
         w.state = "dead"
 
@@ -296,7 +267,7 @@ class RendezvousWorld:
             self.stepped = group.number
         flags = Flags(0)
         for m in members:
-            flags |= RendezvousClient.flags(m)
+            flags |= m.flags()
         partly = self.random.random() < 0.02 and len(members) > 1
         # A worker dies in the reduction: some workers have finished it, some have not.
         if partly:
@@ -328,11 +299,11 @@ class RendezvousWorld:
 
     def _end_generation(self, m: Worker, over: bool, flags: Flags) -> None:
         m.group = None
-        if m._reply.leave:
-            self._leave(m, not over and has_to_save_on_exit(flags, RendezvousClient.flags(m), m.rank))
+        if m.reply.drain:
+            self._begin_exit(m, not over and has_to_save_on_exit(flags, m.flags(), m.rank))
         elif over:
-            m.over, m.state = True, "left"
-        m.over = over and not m._reply.leave
+            m.over, m.state = True, "exiting"
+        m.over = over and not m.reply.drain
 
     def _begin_generation(self, group: Generation, members: list[Worker]) -> None:
         newest = max(m.step for m in members)
@@ -342,12 +313,12 @@ class RendezvousWorld:
             newest = self.saved
         # A superseded generation may begin at an earlier step if a member has not received the new one: its steps
         # are bit-identical and replace nothing.
-        unheard = group.number < self.formed and any(self.now < m.cut_until_s for m in members)
-        for other in self.live if not unheard else ():
-            heard = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(
+        is_unaware = group.number < self.formed and any(self.now < m.cut_until_s for m in members)
+        for other in self.live if not is_unaware else ():
+            is_aware = self.now >= max(other.until_s, other.cut_until_s) + 3 * SILENCE_S or not max(
                 other.until_s, other.cut_until_s
             )
-            reachable = heard and not other._reply.exit and other in self.controlled
+            reachable = is_aware and not other.reply.exit and other in self.controlled
             if other.step > newest and other.group is not group and reachable:
                 self._fail(
                     f"generation {group.number} begins with step {newest}, {other.name} has {other.step}"
@@ -364,7 +335,7 @@ class RendezvousWorld:
         if self.actor is None:
             return
         dead = [w for w in self.controlled if w not in self.live]
-        silent = {name for name, since in self.actor._lost.items() if self.now - since > 1.0}
+        silent = {name for name, lost_s in self.actor.status().lost_for_s.items() if lost_s > 1.0}
         late = [
             w
             for w in self.controlled
@@ -372,14 +343,14 @@ class RendezvousWorld:
         ]
         for w in dead + late:
             self.controlled.remove(w)
-            _now(self.actor.evict({w.name}))
+            self.actor.remove({w.name})
             if w in late:
                 self._die(w)
         if len(self.controlled) < self.min_workers and self.finished_steps < self.steps:
             for _ in range(self.random.randint(1, 2) if not self.controlled else 1):
                 self._add()
-        _now(self.actor.drain(self.draining))
-        _now(self.actor.set_expected(len(self.controlled)))
+        self.actor.drain(self.draining)
+        self.actor.set_expected(len(self.controlled))
 
     def run(self) -> None:
         """Simulates until the run is over.
@@ -397,7 +368,7 @@ class RendezvousWorld:
                 self.actor = self._new_actor()
                 for w in self.live:
                     # The end of its connection wakes the worker.
-                    w.beat_s = 0.0
+                    w.due_s = 0.0
             for worker in list(self.live):
                 self._act(worker)
             for number in sorted(self.groups):

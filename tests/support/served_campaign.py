@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
@@ -83,7 +84,9 @@ class ServedCampaign(ServerWorld):
             after_step=lambda rank, step: self._on_moment("pushed"), at=lambda phase, rank, step: self._on_moment(phase)
         )
         membership = SingleProcessMembership(self.job.plan.logical_workers, lambda: False)
-        return ParameterWorker(self.job, name, self._ask, self.servers, membership, self.windows, CPU, hooks)
+        return ParameterWorker(
+            WorkerContext(self.job, membership, self.windows, CPU, hooks), name, self._ask, self.servers
+        )
 
     def _ask(self, *arguments: Any) -> CoordinatorReply:
         """Asks the coordinator; if it is lost, asks its replacement, as Ray does."""

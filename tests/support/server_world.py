@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ray_app.testing import cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.strategies.parameter_server.coordinator import Coordinator
@@ -52,15 +53,8 @@ class ServerWorld:
         self.order: list[tuple[str, int]] = []
 
     def worker(self, name: str) -> ParameterWorker:
-        return ParameterWorker(
-            self.job,
-            name,
-            self.coordinator.ask,
-            self.servers,
-            SingleProcessMembership(4, lambda: False),
-            self.windows,
-            self.device,
-        )
+        context = WorkerContext(self.job, SingleProcessMembership(4, lambda: False), self.windows, self.device)
+        return ParameterWorker(context, name, self.coordinator.ask, self.servers)
 
     def turn(self, name: str) -> bool:
         """Lets a worker process one unit; returns whether the run continues."""

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import RankResult, WorkerPool, cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.loop import train
-from ray_app.train.membership import Flags, GenerationInfo, LeavingError
+from ray_app.train.membership import DrainedError, Flags, GenerationInfo
 from tests.support.local_world import CPU, LocalMembership
 
 
@@ -57,18 +58,18 @@ class ShiftingMembership(LocalMembership):
         self._folder, self._at = store, -1
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
         """See `Membership.generation`."""
         self._at += 1
         while self._at < 0 or (self._worker not in self._groups[self._at] and step < 0):
             self._at += 1
         group = self._groups[self._at]
         if self._worker not in group:
-            raise LeavingError
+            raise DrainedError
         self._num_calls = 0
         self._world = World(group.index(self._worker), len(group), self._world.logical_workers)
         self._store = Path(f"{self._folder}-{self._at}")
-        with super().generation(step, lost) as (world, formed):
+        with super().generation(step, was_broken) as (world, formed):
             yield world, dataclasses.replace(formed, number=self._at + 1)
 
     def flags(self) -> Flags:
@@ -81,8 +82,8 @@ class ShiftingMembership(LocalMembership):
             Flags.REFORM if self._at < len(self._reforms) and self._num_calls == self._reforms[self._at] else Flags(0)
         )
 
-    def is_leaving(self) -> bool:
-        """See `Membership.is_leaving`."""
+    def is_draining(self) -> bool:
+        """See `Membership.is_draining`."""
         return self._at + 1 < len(self._groups) and self._worker not in self._groups[self._at + 1]
 
 
@@ -113,11 +114,13 @@ def _train(
 ) -> str:
     try:
         train(
-            job,
-            ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
-            windows,
-            CPU,
-            hooks,
+            WorkerContext(
+                job,
+                ShiftingMembership(worker, groups, reforms, store, job.plan.logical_workers, backend),
+                windows,
+                CPU,
+                hooks,
+            )
         )
     except BaseException:
         traceback.print_exc()

@@ -52,11 +52,11 @@ from ray_app.cluster.controller.decisions import (
     slow_workers,
 )
 from ray_app.cluster.controller.failure_budget import FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, DeviceKey, PendingWorkers, Slot, device_key
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers, Slot
 from ray_app.cluster.controller.scaling_policy import CAPACITY_INTERVAL_S, ElasticPolicy
 from ray_app.cluster.controller.worker_group import ElasticGroupFactory, WorkersFailedToStartError
 from ray_app.cluster.ray_private import actor_id_of
-from ray_app.cluster.rendezvous.rendezvous import RendezvousHandle
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
 from ray_app.config.config import Config
 from ray_app.errors import DeviceFaultError
 from ray_app.process import restore_setting, set_variables
@@ -65,11 +65,14 @@ from ray_app.train.membership import Heartbeat, RendezvousStatus
 logger = logging.getLogger(__name__)
 
 _COALESCE_S = 2.0
-"""Seconds for which the first ready worker waits for the other pending workers, so that they join together."""
+"""Seconds for which the first ready worker waits for the other pending workers, so that they join together.
+
+The rendezvous has a wait of its own (`_COALESCE_S` there), which workers that join together do not prolong.
+"""
 _RETRY_S, _MAX_DOUBLINGS = 5.0, 4
 """Seconds before workers are started again after a failed start, and how often the time doubles."""
 _MAX_DEVICE_FAULTS = 2
-"""Faults of a device after which no more workers start on it."""
+"""Faults of a device after which no more workers start on its node."""
 
 
 class ElasticController(TrainController):
@@ -107,7 +110,8 @@ class ElasticController(TrainController):
         # Since when each straggler is slow, and the stragglers that were evicted, by actor id.
         self._slow_since_s: dict[str, float] = {}
         self._evicted = frozenset[str]()
-        self._device_faults = Counter[DeviceKey]()
+        # The faults of each device, by the name of its node and its own.
+        self._device_faults = Counter[tuple[str, str]]()
         # Workers that were lost and not replaced yet, and the ready workers in the newest event `standbys`.
         self._unreplaced = self._recorded_ready = 0
         self._is_run_over = False
@@ -143,8 +147,9 @@ class ElasticController(TrainController):
         if not status.errors:
             self._poll_pending_workers()
             # The number of workers is decided for those that stay.
-            while isinstance(self._decide_and_act(), Drop):
-                pass
+            decision = self._decide_and_act()
+            while isinstance(decision, Drop):
+                decision = self._decide_and_act()
         return status
 
     def _make_and_handle_scaling_decision_for_non_running_worker_group(self, controller_state: Any) -> Any:
@@ -199,11 +204,10 @@ class ElasticController(TrainController):
             self._config,
             self._worker_group is not None,
             tuple(workers),
-            possible=0 if has_failed else self._possible_workers(len(workers)),
+            possible=0 if has_failed else self._policy.possible_workers(len(workers) + len(pending)),
             pending=len(pending),
             ready=pending.count_ready(),
             has_waited=pending.count_ready(since_s=_COALESCE_S) > 0,
-            unreplaced=self._unreplaced,
             since_change_s=now_s - self._last_change_s,
             can_start=now_s >= self._no_starts_until_s,
             is_stopping=status.stopping,
@@ -211,18 +215,6 @@ class ElasticController(TrainController):
             evicted=self._evicted,
             slow=self._slow_workers(status, len(workers)),
         )
-
-    def _possible_workers(self, workers: int) -> int:
-        """Returns for how many workers there is capacity, on devices that are not excluded if these are enough."""
-        pending, policy = self._pending_workers, self._policy
-        policy.set_held_slots(pending.num_held)
-        possible = policy.possible_workers(workers + len(pending))
-        if pending.num_held and possible < self._config.scaling.min_workers:
-            # A run on a device that has failed is better than a run that waits.
-            pending.include_all_devices()
-            policy.set_held_slots(0)
-            possible = policy.possible_workers(workers + len(pending))
-        return possible
 
     def _slow_workers(self, status: RendezvousStatus, workers: int) -> tuple[SlowWorker, ...]:
         """Returns the stragglers that have been slow for long enough, and notes since when each worker is slow."""
@@ -276,7 +268,7 @@ class ElasticController(TrainController):
             case Wait():
                 self._waiting_reason = decision.reason
             case Restart():
-                self._note_device_faults(decision.errors)
+                self._note_device_faults(decision.errors, state)
                 self._budget.charge_failure(decision.errors, status.step, len(state.workers) - len(decision.errors))
                 self._policy.suspect(worker.node for worker in state.workers)
                 self._unreplaced = 0
@@ -294,23 +286,22 @@ class ElasticController(TrainController):
                     slot = self._slot.without(self._policy.excluded_nodes)
                     pending_workers.start(decision.pending - len(pending_workers), slot)
 
-    def _note_device_faults(self, errors: Mapping[int, BaseException]) -> None:
-        """Excludes a device that has failed `_MAX_DEVICE_FAULTS` times.
+    def _note_device_faults(self, errors: Mapping[int, BaseException], state: ControllerState) -> None:
+        """Excludes the node of a device that has failed `_MAX_DEVICE_FAULTS` times.
 
         Args:
-            errors: The error of each worker that failed, by its position in the worker group.
+            errors: The error of each worker that failed, by its position in `state.workers`.
+            state: The state in which they failed.
         """
-        workers = self._worker_group.get_workers()
-        faults = ((workers[index].metadata, e) for index, e in errors.items() if isinstance(e, DeviceFaultError))
-        for metadata, error in faults:
-            key = device_key(metadata)
-            self._device_faults[key] += 1
-            if (times := self._device_faults[key]) >= _MAX_DEVICE_FAULTS:
-                self._pending_workers.exclude(key)
-                self._budget.record("device_excluded", name=error.node, device=error.device, times=times)
+        for index, error in errors.items():
+            if isinstance(error, DeviceFaultError):
+                self._device_faults[error.node, error.device] += 1
+                times = self._device_faults[error.node, error.device]
+                if times >= _MAX_DEVICE_FAULTS and self._policy.exclude_node(state.workers[index].node):
+                    self._budget.record("node_excluded", name=error.node, device=error.device, times=times)
 
     def _drop(self, decision: Drop, state: ControllerState, step: int) -> None:
-        self._note_device_faults(decision.errors)
+        self._note_device_faults(decision.errors, state)
         if decision.errors:
             self._budget.charge_failure(decision.errors, step, len(state.workers) - len(decision.errors))
         if decision.preempted:
@@ -318,7 +309,7 @@ class ElasticController(TrainController):
         self._policy.suspect(worker.node for worker in state.workers if worker.worker in decision.workers)
         for actor_id in sorted(decision.workers):
             logger.info("Worker %s is dropped: %s.", actor_id, decision.reason)
-        self._rendezvous.evict(decision.workers)
+        self._rendezvous.remove(decision.workers)
         self._worker_group.drop(decision.workers)
         self._unreplaced += len(decision.workers)
         # Lost workers are replaced at once: without the minimal time between changes, and in the slots that are free
@@ -400,7 +391,6 @@ def run_controller(
             return controller.get_result()
     finally:
         pending_workers.limit_to(0)
-        pending_workers.include_all_devices()
 
 
 @contextmanager

@@ -67,14 +67,13 @@ class ControllerState:
 
     Args:
         config: The configuration of the run.
-        has_group: Whether there is a worker group.
+        has_worker_group: Whether there is a worker group.
         workers: Its workers; empty if all of them were declared lost.
         possible: Number of workers and standby workers for which the nodes that stay have capacity, with the workers
             that train or are pending. It is 0 while a worker has failed, since the capacity then changes.
         pending: Number of pending workers.
         ready: Number of pending workers that are ready to join.
         has_waited: Whether a ready worker has waited long enough for the other pending workers.
-        unreplaced: Number of workers that were lost and not replaced yet.
         since_change_s: Seconds since the number of workers last became as large as it should be.
         can_start: Whether workers may start; they may not for a while after failed starts.
         is_stopping: Whether the driver has asked to stop the run.
@@ -84,13 +83,12 @@ class ControllerState:
     """
 
     config: Config
-    has_group: bool
+    has_worker_group: bool
     workers: tuple[WorkerState, ...] = ()
     possible: int = 0
     pending: int = 0
     ready: int = 0
     has_waited: bool = False
-    unreplaced: int = 0
     since_change_s: float = 0.0
     can_start: bool = True
     is_stopping: bool = False
@@ -105,28 +103,23 @@ class ControllerState:
 
     @property
     def drained(self) -> frozenset[str]:
-        """The workers that have left because their nodes go away. To Ray they look as if the run were over."""
+        """The workers that have exited because their nodes go away. To Ray they look as if the run were over."""
         return frozenset(w.worker for w in self._without_error() if w.node in self.draining_nodes)
 
     @property
-    def evicted_left(self) -> frozenset[str]:
-        """The stragglers that have left because they were evicted. To Ray they look as if the run were over."""
+    def exited_stragglers(self) -> frozenset[str]:
+        """The stragglers that have exited because they were evicted. To Ray they look as if the run were over."""
         return frozenset(w.worker for w in self._without_error() if w.worker in self.evicted) - self.drained
 
     @property
     def ended(self) -> frozenset[str]:
         """The workers that failed, were drained or were evicted."""
-        return frozenset(w.worker for w in self.workers if w.error is not None) | self.drained | self.evicted_left
+        return frozenset(w.worker for w in self.workers if w.error is not None) | self.drained | self.exited_stragglers
 
     @property
     def is_run_over(self) -> bool:
         """Whether a worker has ended because the run has."""
         return any(w.worker not in self.ended for w in self._without_error())
-
-    @property
-    def silent(self) -> frozenset[str]:
-        """The workers that the rendezvous has declared lost."""
-        return frozenset(w.worker for w in self.workers if w.lost_for_s > _GRACE_S)
 
     def _without_error(self) -> list[WorkerState]:
         return [w for w in self.workers if not w.is_running and w.error is None]
@@ -219,18 +212,47 @@ def _shortage(count: str, state: ControllerState) -> str:
     return f"{count} of at least {state.config.scaling.min_workers} workers; waiting for capacity"
 
 
-def _start(state: ControllerState) -> Start:
+def _start(state: ControllerState) -> Start | None:
     """Starts with the ready workers if they are enough; the other pending workers join later."""
     scaling = state.config.scaling
+    if state.has_worker_group or state.possible < scaling.min_workers:
+        return None
     max_workers = min(state.possible, scaling.worker_limit)
     workers = min(state.ready, max_workers) if state.ready >= scaling.min_workers else max_workers
     return Start(workers, workers < max_workers)
 
 
-def _drop_silent(state: ControllerState) -> Drop:
+def _wait(state: ControllerState) -> Wait | None:
+    return None if state.has_worker_group else Wait(_shortage(f"nodes for {state.possible}", state))
+
+
+def _restart(state: ControllerState) -> Restart | None:
+    return Restart(state.errors) if state.errors and len(state.ended) == len(state.workers) else None
+
+
+def _drop_failed(state: ControllerState) -> Drop | None:
+    if not state.errors:
+        return None
+    return Drop(state.ended, "it failed, or it exited while others failed", state.errors, len(state.drained))
+
+
+def _drop_drained(state: ControllerState) -> Drop | None:
+    if not 0 < len(state.drained) < len(state.workers):
+        return None
+    return Drop(state.drained, "its node goes away", preempted=len(state.drained))
+
+
+def _drop_evicted(state: ControllerState) -> Drop | None:
+    exited = state.exited_stragglers
+    return Drop(exited, "it was a straggler") if 0 < len(exited) < len(state.workers) else None
+
+
+def _drop_silent(state: ControllerState) -> Drop | None:
     error = ConnectionError(f"no heartbeat for {state.config.failure.heartbeat_timeout_s:g} s")
-    silent = [index for index, w in enumerate(state.workers) if w.worker in state.silent]
-    return Drop(state.silent, str(error), dict.fromkeys(silent, error))
+    silent: dict[int, BaseException] = {
+        index: error for index, w in enumerate(state.workers) if w.lost_for_s > _GRACE_S
+    }
+    return Drop(frozenset(state.workers[index].worker for index in silent), str(error), silent) if silent else None
 
 
 def _resize(state: ControllerState) -> Resize:
@@ -282,20 +304,20 @@ def choose_size(state: ControllerState, possible: int) -> tuple[int, str]:
     return target, f"a worker would run {after} logical workers instead of {before}"
 
 
-def _evictions(state: ControllerState) -> list[Evict]:
-    """Returns the eviction of the slowest straggler, or an empty list.
+def _evict(state: ControllerState) -> Evict | None:
+    """Evicts the slowest straggler.
 
-    It leaves if another worker can replace it, or if a step is faster without it. A run evicts at most
+    It is evicted if another worker can replace it, or if a step is faster without it. A run evicts at most
     `scaling.max_workers` workers in a start, so that evictions end even if workers are slow wherever they run.
     """
     scaling, workers = state.config.scaling, len(state.workers)
     if not state.slow or len(state.evicted) >= scaling.worker_limit:
-        return []
+        return None
     slowest = max(state.slow, key=lambda slow: slow.slowdown)
     if not state.ready and workers - 1 < max(1, scaling.min_workers):
         # The other workers would be too few to continue before a replacement is ready, and its capacity might be gone
         # by then.
-        return []
+        return None
     effect = "another takes its place"
     if not state.ready and not slowest.is_replaceable:
         # With one worker less the largest number of logical workers per worker may grow, and a step takes longer by
@@ -303,10 +325,10 @@ def _evictions(state: ControllerState) -> list[Evict]:
         logical_workers = state.config.logical_workers
         step_growth = ceil(logical_workers / (workers - 1)) / ceil(logical_workers / workers)
         if slowest.slowdown < _MIN_SPEEDUP * step_growth:
-            return []
+            return None
         effect = f"without it a step takes {step_growth / slowest.slowdown:.2f} of the time"
     reason = f"{slowest.slowdown:.1f} times as slow as the others for {slowest.slow_s:.0f} s; {effect}"
-    return [Evict(slowest, reason)]
+    return Evict(slowest, reason)
 
 
 def slow_workers(record: StepRecord, heartbeats: Sequence[Heartbeat]) -> dict[str, float]:
@@ -323,47 +345,31 @@ def slow_workers(record: StepRecord, heartbeats: Sequence[Heartbeat]) -> dict[st
 
 
 class Transition(NamedTuple):
-    """A row of the table: in a state in which `guard` holds, `decision` is taken."""
+    """A row of the table; `decide` returns the decision in a state, None if the row does not apply."""
 
     name: str
-    guard: Callable[[ControllerState], bool]
-    decision: Callable[[ControllerState], Decision]
+    decide: Callable[[ControllerState], Decision | None]
 
 
 TRANSITIONS = (
     # Without a worker group.
-    Transition("stop", lambda s: not s.has_group and s.is_stopping, lambda s: StopWaiting()),
-    Transition("start", lambda s: not s.has_group and s.possible >= s.config.scaling.min_workers, _start),
-    Transition("wait", lambda s: not s.has_group, lambda s: Wait(_shortage(f"nodes for {s.possible}", s))),
+    Transition("stop", lambda s: StopWaiting() if s.is_stopping and not s.has_worker_group else None),
+    Transition("start", _start),
+    Transition("wait", _wait),
     # Workers have ended.
-    Transition("restart", lambda s: bool(s.errors) and len(s.ended) == len(s.workers), lambda s: Restart(s.errors)),
-    Transition(
-        "drop failed",
-        lambda s: bool(s.errors),
-        lambda s: Drop(s.ended, "it failed, or it left while others failed", s.errors, len(s.drained)),
-    ),
-    Transition(
-        "drop drained",
-        lambda s: 0 < len(s.drained) < len(s.workers),
-        lambda s: Drop(s.drained, "its node goes away", preempted=len(s.drained)),
-    ),
-    Transition(
-        "drop evicted",
-        lambda s: 0 < len(s.evicted_left) < len(s.workers),
-        lambda s: Drop(s.evicted_left, "it was a straggler"),
-    ),
-    Transition("drop silent", lambda s: bool(s.silent), _drop_silent),
-    Transition("finish", lambda s: bool(s.workers) and not any(w.is_running for w in s.workers), lambda s: Finish()),
+    Transition("restart", _restart),
+    Transition("drop failed", _drop_failed),
+    Transition("drop drained", _drop_drained),
+    Transition("drop evicted", _drop_evicted),
+    Transition("drop silent", _drop_silent),
+    Transition("finish", lambda s: Finish() if s.workers and not any(w.is_running for w in s.workers) else None),
     # Workers train.
-    Transition("evict", lambda s: bool(_evictions(s)), lambda s: _evictions(s)[0]),
-    Transition("hold", lambda s: _resize(s).waiting_reason is not None, _resize),
-    Transition("replace", lambda s: 0 < _resize(s).joining <= s.unreplaced, _resize),
-    Transition("grow", lambda s: _resize(s).joining > 0, _resize),
-    Transition("keep", lambda s: True, _resize),
+    Transition("evict", _evict),
+    Transition("resize", _resize),
 )
-"""The decisions, by priority: the first row with a guard that holds counts."""
+"""The decisions, by priority: the first row that applies counts, and the last one always does."""
 
 
 def decide(state: ControllerState) -> Decision:
     """Returns the decision in a state."""
-    return next(row.decision(state) for row in TRANSITIONS if row.guard(state))
+    return next(decision for row in TRANSITIONS if (decision := row.decide(state)) is not None)

@@ -165,7 +165,7 @@ class ElasticGroup(WorkerGroup):
         Their world ranks for Ray are numbers that no other worker of the group has had.
         """
         for pending in ready:
-            self._slots.add(actor_id_of(pending.actor), pending.group)
+            self._slots.add(actor_id_of(pending.actor), pending.placement_group)
         resources = self._worker_group_context.resources_per_worker
         workers = [Worker(p.actor, p.metadata, resources, placement_group_bundle_index=0) for p in ready]
         first, self._next_rank = self._next_rank, self._next_rank + len(workers)

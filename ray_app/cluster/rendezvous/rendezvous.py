@@ -1,13 +1,12 @@
 """The rendezvous decides which workers form the next generation, and carries messages between the driver and workers.
 
 A generation is a set of workers that step together. A new one forms whenever the set changes: a worker has died, has
-fallen silent, has to leave its node, or has just started. A worker with the training state keeps it in memory while it
+fallen silent, is draining, or has just started. A worker with the training state keeps it in memory while it
 waits for the next generation; no process restarts.
 
 This module contains the decisions. They run in one thread, by a clock that is passed in, and no method blocks.
-`cluster/rendezvous/server.py` puts them into a small Ray actor, which may itself be killed: every heartbeat carries all
-that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat period. The
-controller calls this actor through a `RendezvousHandle`.
+`cluster/rendezvous/actor.py` puts them into a small Ray actor, which may itself be killed: every heartbeat carries all
+that the rendezvous has to know about its worker, so a new instance knows all workers after one heartbeat period.
 
 The cost of a heartbeat does not depend on the number of workers (`cluster/rendezvous/members.py`), and the heartbeat
 period grows with that number. Changes that cannot wait for the next heartbeat are pushed to all workers at once.
@@ -18,15 +17,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from typing import Any
 
-import ray
-
-from ray_app.cluster.rendezvous.members import Member, Members, MemberState
-from ray_app.errors import SilentActorError
+from ray_app.cluster.rendezvous.members import Member, MemberProfile, Members, MemberState
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
     HEARTBEAT_S,
@@ -43,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 _COALESCE_S = 2.0
 """Seconds that a joining worker waits for other joining workers, so that one new generation admits all of them."""
-_REPLY_TIMEOUT_S = 120.0
 HEARTBEATS_PER_S = 1000
 """Maximum number of heartbeats per second that the workers are asked to send, all of them together."""
 
@@ -100,8 +94,8 @@ class Rendezvous:
         self._members = Members()
         # The lost workers, with the time at which each was declared lost. A lost worker may come back.
         self._lost: dict[str, float] = {}
-        # The workers that have left or were evicted. If one of them sends a heartbeat, the reply asks it to exit.
-        self._departed: dict[str, MemberState] = {}
+        # The workers that have exited or were removed. If one of them sends a heartbeat, the reply tells it to exit.
+        self._ended = set[str]()
         # Whether the newest generation is broken, so that its members must leave it at once.
         self._is_broken = False
         # Whether no member of the newest generation has got beyond its forming, and none is lost; and the number of
@@ -128,7 +122,7 @@ class Rendezvous:
 
     def handle_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
         """Updates a worker, forms a generation if that has become possible, and returns the reply to the worker."""
-        if heartbeat.worker in self._departed:
+        if heartbeat.worker in self._ended:
             return HeartbeatReply(exit=True)
         existing = self._members.get(heartbeat.worker)
         if existing is not None and heartbeat.progress_reports > existing.heartbeat.progress_reports:
@@ -146,11 +140,11 @@ class Rendezvous:
             self._watchdog.note_step(heartbeat.step, heartbeat.record)
             self._is_forming &= heartbeat.phase in ("waiting", "forming")
             # The worker has left the generation in the middle, and comes back or ends.
-            self._is_broken |= heartbeat.lost and not heartbeat.wait_number
+            self._is_broken |= heartbeat.was_broken and not heartbeat.wait_number
         elif heartbeat.generation > self._members.newest_generation:
             # An earlier instance formed that generation, or the worker uses parameter servers.
             self._members.update(newest_generation=heartbeat.generation)
-        if heartbeat.wait_number and heartbeat.wait_number != member.ticket:
+        if heartbeat.wait_number and heartbeat.wait_number != member.wait_number:
             self._start_wait(member, heartbeat)
         self._broadcast_changes()
         return self._reply(member, heartbeat)
@@ -158,11 +152,11 @@ class Rendezvous:
     def reply_for(self, worker: str) -> HeartbeatReply:
         """Returns the reply that is pushed to a worker between two of its heartbeats.
 
-        It is an empty reply for a lost worker, and one that asks to exit for a worker that has left or was evicted.
+        It is an empty reply for a lost worker, and one that tells a worker that has exited or was removed to exit.
         """
         member = self._members.get(worker)
         if member is None:
-            return HeartbeatReply(exit=worker in self._departed)
+            return HeartbeatReply(exit=worker in self._ended)
         return self._reply(member, member.heartbeat)
 
     def _reply(self, member: Member, heartbeat: Heartbeat) -> HeartbeatReply:
@@ -173,9 +167,9 @@ class Rendezvous:
         flags = self._flags
         if is_current and self._wants_reform():
             flags |= Flags.REFORM
-        leave = self._members.is_leaving(member) and member not in self._leavers_ahead()
-        # Without a checkpoint the state would be lost, since all members that have it leave.
-        if leave and not is_state_staying(self._members):
+        drain = member.profile.is_draining and member not in self._draining_ahead()
+        # Without a checkpoint the state would be lost, since all members that have it are draining.
+        if drain and not is_state_staying(self._members):
             flags |= Flags.SAVE
         # This member exits only after all others were asked for their stacks, which show what they wait for.
         exits = member.exit and not any(other.dump for other in self._members if other is not member)
@@ -186,7 +180,7 @@ class Rendezvous:
             generation=heartbeat.generation,
             flags=flags,
             abort=is_stale or (is_current and self._is_broken),
-            leave=leave,
+            drain=drain,
             dump=member.dump,
             exit=exits,
             recorded=self._last_recorded_step,
@@ -208,7 +202,7 @@ class Rendezvous:
             self._members.newest_generation,
             self._is_broken,
             self._flags,
-            self._members.leaving,
+            self._members.draining,
             self._wants_reform(),
             is_state_staying(self._members),
         )
@@ -218,9 +212,10 @@ class Rendezvous:
 
     def _start_wait(self, member: Member, heartbeat: Heartbeat) -> None:
         """Notes that a worker waits for the next generation from now on, which may complete that generation."""
-        member.ticket, member.formed = heartbeat.wait_number, None
-        was_stepping = member.kind is not None and member.kind.steps
-        if was_stepping and (heartbeat.lost or heartbeat.generation < self._members.newest_generation):
+        member.wait_number, member.formed = heartbeat.wait_number, None
+        if member.profile.is_stepping and (
+            heartbeat.was_broken or heartbeat.generation < self._members.newest_generation
+        ):
             # The worker left the newest generation in the middle of a step, or never entered it. The other workers
             # would wait for it in their next collective.
             self._is_broken = True
@@ -230,8 +225,8 @@ class Rendezvous:
         self._members.recount(member)
         self._try_form()
 
-    async def leave(self, heartbeat: Heartbeat, over: bool = False) -> None:
-        """Removes a worker that ends its membership by itself.
+    def report_exit(self, heartbeat: Heartbeat, over: bool = False) -> None:
+        """Takes the last heartbeat of a worker that exits by itself.
 
         Args:
             heartbeat: The worker's last heartbeat.
@@ -244,19 +239,19 @@ class Rendezvous:
         if member is not None and heartbeat.generation < member.heartbeat.generation == self._members.newest_generation:
             self._is_broken = True
         self._is_forming = False
-        self._departed[heartbeat.worker] = MemberState.LEFT
+        self._ended.add(heartbeat.worker)
         self._is_run_over = self._is_run_over or over
         self._try_form()
         self._broadcast_changes()
 
     # Methods for the driver and the controller.
 
-    async def raise_flags(self, flags: int) -> None:
+    def raise_flags(self, flags: int) -> None:
         """Raises flags for good: every reply to every worker carries them from now on."""
         self._flags |= Flags(flags)
         self._broadcast_changes()
 
-    async def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
         """Sets the number of workers that the next generation waits for.
 
         Args:
@@ -269,7 +264,7 @@ class Rendezvous:
         self._try_form()
         self._broadcast_changes()
 
-    async def pause_watchdog(self) -> None:
+    def pause_watchdog(self) -> None:
         """Restarts the time limit of the step watchdog.
 
         It pauses the watchdog if it is called repeatedly, as it is while all workers wait for a coordinator of
@@ -277,35 +272,34 @@ class Rendezvous:
         """
         self._watchdog.restart_limit()
 
-    async def drain(self, leaving: set[str]) -> None:
-        """Sets which workers have to leave, and replaces the earlier set.
+    def drain(self, draining: set[str]) -> None:
+        """Sets which workers have to exit at the next step boundary, and replaces the earlier set.
 
         Args:
-            leaving: Ids of nodes, all workers of which have to leave, and ids of workers.
+            draining: Ids of nodes, all workers of which are draining, and ids of workers.
         """
-        if leaving != self._members.leaving:
-            self._members.update(leaving=frozenset(leaving))
+        if draining != self._members.draining:
+            self._members.update(draining=frozenset(draining))
         self._try_form()
         self._broadcast_changes()
 
-    async def evict(self, workers: set[str]) -> None:
-        """Removes workers for good: the reply to a heartbeat that one of them still sends asks it to exit."""
+    def remove(self, workers: set[str]) -> None:
+        """Removes workers for good: the reply to a heartbeat that one of them still sends tells it to exit."""
         for worker in workers:
-            self.on_disconnect(worker, "the controller has evicted it")
+            self.on_disconnect(worker, "the controller has removed it")
             self._lost.pop(worker, None)
-            self._departed[worker] = MemberState.EVICTED
+            self._ended.add(worker)
 
-    async def status(self) -> RendezvousStatus:
-        """Returns the state of the group for the controller and the console."""
-        leaving = {m.heartbeat.worker for m in self._members.leaving_members()}
-        live = {m.heartbeat.worker for m in self._members} - leaving
+    def status(self) -> RendezvousStatus:
+        """Returns the state of the members for the controller and the console."""
+        live = {m.heartbeat.worker for m in self._members.select(lambda p: not p.is_draining)}
         is_short = self._members.newest_generation > 0 and len(live) < self._min_workers and not self._is_run_over
         shortage = f"{len(live)} of at least {self._min_workers} workers; waiting for others" if is_short else None
         return RendezvousStatus(
             live=live,
-            leaving=leaving,
+            draining={m.heartbeat.worker for m in self._members.select(lambda p: p.is_draining)},
             lost_for_s={worker: self._clock() - since_s for worker, since_s in self._lost.items()},
-            stepping=self._members.count(lambda k: k.steps),
+            stepping=self._members.count(lambda p: p.is_stepping),
             step=max(0, self._watchdog.step),
             record=self._newest_record,
             waiting=self._waiting_reason or shortage,
@@ -313,9 +307,9 @@ class Rendezvous:
             limit_s=self._watchdog.limit_s,
         )
 
-    async def workers(self) -> list[Heartbeat]:
+    def workers(self) -> list[Heartbeat]:
         """Returns the newest heartbeat of each worker of the current generation, by rank."""
-        return sorted((m.heartbeat for m in self._members.stepping_members()), key=lambda heartbeat: heartbeat.rank)
+        return sorted((m.heartbeat for m in self._members.select(is_stepping)), key=lambda heartbeat: heartbeat.rank)
 
     # How generations form.
 
@@ -347,9 +341,9 @@ class Rendezvous:
         self._try_form()
         self._broadcast_changes()
 
-    def _leavers_ahead(self) -> list[Member]:
-        """Returns the leaving members that take part in one more generation, see `leavers_ahead`."""
-        return [] if self._is_paused() else leavers_ahead(self._members)
+    def _draining_ahead(self) -> list[Member]:
+        """Returns the draining members that take part in one more generation, see `draining_ahead`."""
+        return [] if self._is_paused() else draining_ahead(self._members)
 
     def _is_paused(self) -> bool:
         """Returns whether the controller gives a reason to wait, which has no effect once the run stops."""
@@ -357,13 +351,17 @@ class Rendezvous:
 
     def _wants_reform(self) -> bool:
         """Returns whether the current generation should end at its next step boundary."""
-        if self._is_broken or self._is_paused() or self._members.any(lambda k: k.draining and k.current):
+        if (
+            self._is_broken
+            or self._is_paused()
+            or self._members.any(lambda p: p.is_draining and p.in_newest_generation)
+        ):
             return True
-        oldest = next((m for m in self._members.waiting.values() if m.kind is not None and not m.kind.draining), None)
+        oldest = next((m for m in self._members.waiting.values() if not m.profile.is_draining), None)
         if oldest is None or oldest.waiting_since_s is None:
             return False
         return (
-            self._members.count(lambda k: not k.draining) >= self._expected
+            self._members.count(lambda p: not p.is_draining) >= self._expected
             or self._clock() - oldest.waiting_since_s > _COALESCE_S
         )
 
@@ -374,9 +372,9 @@ class Rendezvous:
             return GenerationState.PAUSED
         if self._is_broken:
             return GenerationState.BROKEN
-        if self._members.any(lambda k: k.steps and k.phase == "forming"):
+        if self._members.any(lambda p: p.is_stepping and p.phase == "forming"):
             return GenerationState.FORMING
-        if self._members.any(lambda k: k.steps):
+        if self._members.any(lambda p: p.is_stepping):
             return GenerationState.STEPPING
         is_over = self._is_run_over or self._flags & Flags.STOP
         return GenerationState.OVER if is_over else GenerationState.GATHERING
@@ -384,8 +382,8 @@ class Rendezvous:
     def _try_form(self) -> None:
         """Forms the next generation if all `FORMING_CONDITIONS` hold."""
         if all(holds(self) for holds in FORMING_CONDITIONS):
-            staying = [m for m in self._members.waiting.values() if m.kind is not None and m.kind.stays_waiting]
-            self._form(staying + self._leavers_ahead())
+            staying = [m for m in self._members.waiting.values() if m.profile.is_ready]
+            self._form(staying + self._draining_ahead())
 
     def is_awaited(self) -> bool:
         """Returns whether a worker waits and the controller gives no reason against a generation."""
@@ -394,24 +392,25 @@ class Rendezvous:
     def have_all_returned(self) -> bool:
         """Returns whether every member that the next generation needs has left the newest one.
 
-        If the newest generation is broken, the members that have to leave must have left it, too, since one of them may
-        have finished a step that no staying member has; a member that already saves or is done does not come back.
+        If the newest generation is broken, the draining members must have left it, too, since one of them may have
+        finished a step that no staying member has; a member that already saves or is done does not come back.
         Otherwise all members finished the same step, and the draining ones do not count.
         """
         is_broken = self._is_broken
         return not self._members.any(
-            lambda k: k.steps and (not k.draining or (is_broken and k.phase not in ("saving", "done")))
+            lambda p: p.is_stepping and (not p.is_draining or (is_broken and p.phase not in ("saving", "done")))
         )
 
     def are_enough_ready(self) -> bool:
         """Returns whether as many workers wait as are expected, or fewer may continue without the others."""
-        num_ready, has_leavers = self._num_ready(), bool(self._leavers_ahead())
-        # After this time an instance that has replaced another one has received a heartbeat of every live worker.
+        num_ready = self._num_ready()
+        if self._is_run_over or num_ready >= self._expected > 0:
+            return num_ready > 0
+        # Members of the newest generation continue without the other expected workers, which join later. Before this
+        # time an instance that has replaced another one may not have received a heartbeat of every live worker.
         knows_all_workers = self._clock() - self._started_s > self._silence_s + self._period_s
-        is_complete = self._is_run_over or num_ready >= self._expected > 0
-        # Members of the newest generation continue without the other expected workers, which join later.
-        has_incumbents = has_leavers or self._members.any(lambda k: k.current and not k.draining)
-        return num_ready > 0 and (is_complete or (has_incumbents and knows_all_workers))
+        has_incumbents = self._members.any(lambda p: p.in_newest_generation and not p.is_draining)
+        return num_ready > 0 and knows_all_workers and (has_incumbents or bool(self._draining_ahead()))
 
     def has_min_workers(self) -> bool:
         """Returns whether the minimum number of workers wait, or the run ends."""
@@ -420,15 +419,15 @@ class Rendezvous:
     def is_state_ready(self) -> bool:
         """Returns whether a waiting worker has the training state, or no member has or may have it.
 
-        A worker that is not ready saves the state before it leaves, or it comes back; a generation without it would
+        A worker that is not ready saves the state before it exits, or it comes back; a generation without it would
         repeat steps. A worker that steps may have a state by now.
         """
-        if self._leavers_ahead() or self._members.any(lambda k: k.has_state and k.stays_waiting):
+        if self._draining_ahead() or self._members.any(lambda p: p.has_state and p.is_ready):
             return True
-        return not self._members.any(lambda k: k.has_state or k.steps)
+        return not self._members.any(lambda p: p.has_state or p.is_stepping)
 
     def _num_ready(self) -> int:
-        return self._members.count(lambda k: k.stays_waiting) + len(self._leavers_ahead())
+        return self._members.count(lambda p: p.is_ready) + len(self._draining_ahead())
 
     def _form(self, ready: list[Member]) -> None:
         """Forms the next generation of these members; the replies to them carry it."""
@@ -467,16 +466,16 @@ class Rendezvous:
 
         If all still wait for each other at the next stall of the same step, all of them are ended.
         """
-        if not self._members.any(lambda k: k.steps and k.phase != "done"):
+        if not self._members.any(lambda p: p.is_stepping and p.phase != "done"):
             return
-        if self._members.any(lambda k: k.steps and k.phase == "saving"):
+        if self._members.any(lambda p: p.is_stepping and p.phase == "saving"):
             # The others wait for this member, which waits for the storage.
             self._watchdog.restart_limit()
             return
         stall_count = self._watchdog.count_stalls(now)
         if not stall_count:
             return
-        stepping = self._members.stepping_members()
+        stepping = self._members.select(is_stepping)
         # Members in these phases wait for the others; a member in another phase stalls the group. Of several that
         # compute all but one may wait, too: a process can queue only so many kernels while NCCL waits for a peer.
         stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "reduction", "done")]
@@ -489,7 +488,7 @@ class Rendezvous:
             for member in stalling or stepping:
                 member.exit = True
                 logger.info(
-                    "Worker %s (rank %d on %s) is evicted: no step has finished for %.0f s, and it is in phase %s.",
+                    "Worker %s (rank %d on %s) is told to exit: no step has finished for %.0f s; its phase is %s.",
                     member.heartbeat.worker,
                     member.heartbeat.rank,
                     member.heartbeat.host,
@@ -513,23 +512,28 @@ FORMING_CONDITIONS = (
 """A generation forms when all of these hold; docs/architecture.md explains them in the same order."""
 
 
+def is_stepping(profile: MemberProfile) -> bool:
+    """Returns whether a member is in the newest generation and does not wait for the next."""
+    return profile.is_stepping
+
+
 def is_state_staying(members: Members) -> bool:
-    """Returns whether at least one member with the training state does not have to leave."""
-    return members.any(lambda k: k.has_state and not k.draining)
+    """Returns whether at least one member with the training state is not draining."""
+    return members.any(lambda p: p.has_state and not p.is_draining)
 
 
-def leavers_ahead(members: Members) -> list[Member]:
-    """Returns the waiting members that have to leave and have finished a step that no staying member has finished.
+def draining_ahead(members: Members) -> list[Member]:
+    """Returns the waiting draining members that have finished a step that no staying member has finished.
 
     They take part in the next generation, so that the staying members receive the state after this step from them.
-    There are none if no staying member has a state; the leaving members then save theirs.
+    There are none if no staying member has a state; the draining members then save theirs.
     """
-    if not members.any(lambda k: k.draining and k.state is MemberState.WAITING and k.has_state):
+    if not members.any(lambda p: p.is_draining and p.state is MemberState.WAITING and p.has_state):
         return []
     if not is_state_staying(members):
         return []
-    newest = max(m.heartbeat.step for m in members if not members.is_leaving(m))
-    return [m for m in members.waiting.values() if members.is_leaving(m) and m.heartbeat.step > newest]
+    newest = max(m.heartbeat.step for m in members.select(lambda p: not p.is_draining))
+    return [m for m in members.waiting.values() if m.profile.is_draining and m.heartbeat.step > newest]
 
 
 def sort_by_rank(ready: list[Member]) -> list[Member]:
@@ -546,46 +550,3 @@ def sort_by_rank(ready: list[Member]) -> list[Member]:
     host_order = {host: index for index, host in enumerate(dict.fromkeys(m.heartbeat.host for m in ordered))}
     # The sort is stable, so the first member, which has the state if any has, stays the first and becomes rank 0.
     return sorted(ordered, key=lambda m: host_order[m.heartbeat.host])
-
-
-class RendezvousHandle:
-    """Calls the rendezvous actor and waits for its replies; see `Rendezvous` for the methods.
-
-    Every method raises `SilentActorError` if the rendezvous has not replied for two minutes.
-
-    Args:
-        actor: Ray's handle of the actor.
-    """
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def status(self) -> RendezvousStatus:
-        """Returns the state of the group."""
-        return _reply(self._actor.status.remote())
-
-    def workers(self) -> list[Heartbeat]:
-        """Returns the newest heartbeat of each worker of the current generation, by rank."""
-        return _reply(self._actor.workers.remote())
-
-    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
-        """Sets the number of workers that the next generation waits for."""
-        _reply(self._actor.set_expected.remote(workers, waiting, over))
-
-    def drain(self, leaving: Collection[str]) -> None:
-        """Sets the nodes and the workers that have to leave."""
-        _reply(self._actor.drain.remote(set(leaving)))
-
-    def evict(self, workers: Collection[str]) -> None:
-        """Removes workers for good."""
-        _reply(self._actor.evict.remote(set(workers)))
-
-
-def _reply(ref: Any) -> Any:
-    try:
-        return ray.get(ref, timeout=_REPLY_TIMEOUT_S)
-    except ray.exceptions.GetTimeoutError as error:
-        raise SilentActorError(
-            f"The controller has waited {_REPLY_TIMEOUT_S:g} s for the rendezvous, which does not answer. Look at the"
-            " load and the open files of the driver's node, then start the same run again."
-        ) from error

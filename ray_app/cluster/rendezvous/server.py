@@ -1,4 +1,4 @@
-"""The rendezvous as a Ray actor, and the TCP connections between it and the workers.
+"""The TCP connections between the rendezvous and the workers, and their messages.
 
 Each worker sends its heartbeats over one connection and receives the replies over it; the end of the connection shows
 that the worker's process has ended. A message is a frame of JSON (`ray_app.channel`) and costs the rendezvous some ten
@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import socket
-import time
-import warnings
 from dataclasses import fields, replace
 from typing import Any, TypeVar, get_args
 
-import ray
-
 from ray_app.channel import FrameReader, Listener, pack_frame
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.process import log_to_stderr
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply, Phase
 
-logger = logging.getLogger(__name__)
-
-_CHECK_S = 0.2
-"""Seconds between two checks for silent workers and stalled generations."""
 _FIELDS: dict[type, dict[str, Any]] = {
     message_type: {field.name: field.type for field in fields(message_type)}
     for message_type in (Heartbeat, HeartbeatReply, GenerationInfo, StepRecord)
@@ -40,8 +30,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "Flags": (int,),
     "Phase": (str,),
-    "StepRecord | None": (list, type(None)),
-    "GenerationInfo | None": (list, type(None)),
+    "StepRecord | None": (dict, type(None)),
+    "GenerationInfo | None": (dict, type(None)),
     "list[int]": (list,),
     "tuple[str, ...]": (list,),
 }
@@ -53,13 +43,13 @@ M = TypeVar("M")
 
 
 def encode(message: Heartbeat | HeartbeatReply) -> bytes:
-    """Returns a message as JSON: a list of the values of its fields, in which a dataclass is such a list."""
+    """Returns a message as JSON: an object of its fields, in which a dataclass is such an object."""
     return json.dumps(_values(message), default=_values).encode()
 
 
-def _values(message: Any) -> list[Any]:
-    """Returns the values of the fields of a message or of a dataclass in it, in their order."""
-    return [getattr(message, name) for name in _FIELDS[type(message)]]
+def _values(message: Any) -> dict[str, Any]:
+    """Returns the values of the fields of a message or of a dataclass in it, by name."""
+    return {name: getattr(message, name) for name in _FIELDS[type(message)]}
 
 
 def decode_heartbeat(data: bytes) -> Heartbeat:
@@ -77,14 +67,15 @@ def decode_reply(data: bytes) -> HeartbeatReply:
     return replace(reply, flags=Flags(reply.flags), formed=formed and replace(formed, hosts=tuple(formed.hosts)))
 
 
-def _decode(kind: type[M], values: Any) -> M:
-    """Returns a message of the values of its fields; raises ValueError for another number or type of them."""
-    if not isinstance(values, list) or len(values) != len(_FIELDS[kind]):
-        raise ValueError(f"a {kind.__name__} is a list of {len(_FIELDS[kind])} values")
-    for (name, of), value in zip(_FIELDS[kind].items(), values, strict=True):
-        if of in _TYPES and type(value) not in _TYPES[of]:
-            raise ValueError(f"{name} of a {kind.__name__} has another type than {of}: {value!r}")
-    return kind(*values)
+def _decode(message_type: type[M], values: Any) -> M:
+    """Returns a message of the values of its fields; raises ValueError for other fields or types of them."""
+    names = _FIELDS[message_type]
+    if not isinstance(values, dict) or values.keys() != names.keys():
+        raise ValueError(f"a {message_type.__name__} has the fields {', '.join(names)}")
+    for name, of in names.items():
+        if of in _TYPES and type(values[name]) not in _TYPES[of]:
+            raise ValueError(f"{name} of a {message_type.__name__} has another type than {of}: {values[name]!r}")
+    return message_type(**values)
 
 
 class ConnectionServer:
@@ -176,79 +167,3 @@ class _WorkerConnection(asyncio.Protocol):
         if self._server.connections.get(self._worker) is self:
             del self._server.connections[self._worker]
             self._server.rendezvous.on_disconnect(self._worker)
-
-
-class _RendezvousActor(Rendezvous):
-    """The rendezvous in an actor. Ray restarts it when it dies, without its members and its newest generation number.
-
-    Args:
-        silence_s: See `Rendezvous`.
-        step_timeout_s: See `Rendezvous`.
-        min_workers: See `Rendezvous`.
-    """
-
-    def __init__(self, silence_s: float, step_timeout_s: float | None, min_workers: int) -> None:
-        log_to_stderr()
-        with warnings.catch_warnings():
-            # This property of Ray reads another one that is deprecated, which would warn.
-            warnings.simplefilter("ignore")
-            is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
-        # The milliseconds since 1970 exceed every number that an earlier instance can have reached, since a generation
-        # takes longer than a millisecond.
-        first_generation = time.time_ns() // 10**6 if is_restarted else 1
-        super().__init__(silence_s, step_timeout_s, first_generation=first_generation, min_workers=min_workers)
-        self._connections = ConnectionServer(self)
-        self._listening: asyncio.Task[tuple[str, int]] | None = None
-        self._watching: asyncio.Task[None] | None = None
-
-    async def address_and_secret(self) -> tuple[tuple[str, int], str]:
-        """Returns the address for the workers' connections and the secret that a client sends first.
-
-        The first call starts to listen and to check for silent workers. A call after one that failed tries again.
-        """
-        if self._listening is not None and self._listening.done() and self._listening.exception() is not None:
-            self._listening = None
-        if self._listening is None:
-            self._listening = asyncio.create_task(self._connections.listen(ray.util.get_node_ip_address()))
-            self._watching = self._watching or asyncio.create_task(self._watch())
-        return await self._listening, self._connections.secret
-
-    async def close(self) -> None:
-        """Stops listening and checking; asyncio would complain about a task that runs when the actor is killed."""
-        self._connections.close()
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        """Checks for silent workers and stalled generations, again and again."""
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            try:
-                self.check_liveness(self._clock())
-            # Any error is retried: without this check a frozen worker would stall the others for good.
-            except Exception:
-                logger.exception("The workers could not be checked, will try again.")
-
-
-def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, min_workers: int = 1) -> Any:
-    """Starts the rendezvous actor on this node, so that it lives as long as the driver; returns its handle.
-
-    Args:
-        name: The name of the actor.
-        silence_s: See `Rendezvous`.
-        step_timeout_s: See `Rendezvous`.
-        min_workers: See `Rendezvous`.
-    """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {
-        "num_cpus": 0,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-        "max_concurrency": 1000,
-        "scheduling_strategy": this_node,
-    }
-    actor = ray.remote(_RendezvousActor).options(name=name, **options)
-    return actor.remote(silence_s, step_timeout_s, min_workers)

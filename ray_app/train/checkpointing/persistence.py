@@ -29,7 +29,7 @@ from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evalu
 from ray_app.config.sections import CheckpointSection
 from ray_app.devices import kind_of
 from ray_app.errors import CheckpointError, ConfigError, LeaseLostError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.journal import PendingEvents, StepRecord, put_event

@@ -29,8 +29,8 @@ from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import CheckpointError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
 from ray_app.reduction.messages import broadcast, gather
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event, read_events
 from ray_app.runlog.redaction import redact_value
 from ray_app.storage.files import list_files, put_json

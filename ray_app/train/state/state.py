@@ -30,8 +30,9 @@ from ray_app.config.sections import ClassSpec, TrainSection
 from ray_app.devices import KINDS
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.plan.hashing import key
-from ray_app.reduction.base import World, state_checksum
 from ray_app.reduction.messages import gather
+from ray_app.reduction.reducer import state_checksum
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import remove_compiler_hooks

@@ -41,9 +41,11 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.devices import HOST, accelerator, kind_of
-from ray_app.reduction.base import World, check_device_errors, collective, launch_guard, state_checksum
 from ray_app.reduction.messages import broadcast, receive_value, start_send_value
+from ray_app.reduction.peer_errors import check_device_errors, collective, launch_guard
+from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.transport import P2PWork, receive, start_send
+from ray_app.reduction.world import World
 from ray_app.torch_private import foreach_copy_
 
 logger = logging.getLogger(__name__)

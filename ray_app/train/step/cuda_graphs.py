@@ -23,7 +23,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import GraphBackend, kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer
+from ray_app.reduction.reducer import GradientReducer
 from ray_app.task.base import Batch
 from ray_app.task.losses import DeviceSums, sum_on_device
 from ray_app.torch_private import TorchDispatchMode, foreach_copy_, run_backward, tree_leaves
@@ -77,28 +77,27 @@ class _CapturedGraph:
     uses: int = 0
 
 
-class CudaGraphs:
-    """Wraps the passes of a step: `run` takes the place of `Passes.run` and replays captured graphs.
+class CudaGraphs(Passes):
+    """The passes of a step as captured graphs.
 
     Args:
-        passes: The passes to capture.
-        device: Device of the model.
         backend: The graph backend of the device.
+        *args: See `Passes`.
     """
 
-    def __init__(self, passes: Passes, device: torch.device, backend: GraphBackend) -> None:
-        self._passes = passes
-        self._device, self._kind = device, kind_of(device)
+    def __init__(self, backend: GraphBackend, *args: Any) -> None:
+        super().__init__(*args)
         self._backend = backend
-        self._buffers = TensorGroup(list(passes.model.buffers()))
+        self._kind = kind_of(self._device)
+        self._buffers = TensorGroup(list(self.model.buffers()))
         self._graphs: dict[tuple[object, ...], _CapturedGraph] = {}
 
     def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:
         """Runs forward and backward of one logical worker, see `Passes.run`."""
         if not batch.rows:
-            return self._passes.run(cursor, batch, global_rows, reducer)
-        with self._passes.prepared(batch):
-            fields, weights = self._passes.fields(cursor, batch), self._passes.weights(batch.rows, global_rows)
+            return super().run(cursor, batch, global_rows, reducer)
+        with self.prepared(batch):
+            fields, weights = self.fields(cursor, batch), self.weights(batch.rows, global_rows)
             return reducer.collect_from(lambda: self.forward_backward(fields, weights), batch.logical_worker)
 
     def _compute(self, fields: Batch, weights: Tensor) -> DeviceSums:
@@ -106,7 +105,7 @@ class CudaGraphs:
 
         It leaves the gradients in `.grad`, which is None before, and returns the sums of the losses.
         """
-        losses = self._passes.losses_of(fields, len(weights))
+        losses = self.losses_of(fields, len(weights))
         run_backward(losses.values, weights)
         return sum_on_device(losses)
 
@@ -132,7 +131,7 @@ class CudaGraphs:
         else:
             graph.run()
         graph.uses += 1
-        for p, gradient in zip(self._passes.parameters, graph.gradients, strict=True):
+        for p, gradient in zip(self.parameters, graph.gradients, strict=True):
             p.grad = gradient
         # The sums are copied, because the next replay may overwrite them before the host has read them.
         return graph.sums._replace(values=graph.sums.values.clone())
@@ -169,7 +168,7 @@ class CudaGraphs:
         except RuntimeError as error:
             raise _explain(error) from None
         self._restore(buffers, generators)
-        gradients = [p.grad for p in self._passes.parameters]
+        gradients = [p.grad for p in self.parameters]
         graph = _CapturedGraph(graph_fields, graph_weights, run, gradients, sums[0], inputs.tensors)
         self._drop_gradients()
         return graph
@@ -199,7 +198,7 @@ class CudaGraphs:
         """
         buffers, generators = self._copy_buffers(), self._generator_states()
         sums = self._compute(fields, weights)
-        gradients = [p.grad for p in self._passes.parameters]
+        gradients = [p.grad for p in self.parameters]
         eager_buffers = self._copy_buffers()
         self._drop_gradients()
         self._restore(buffers, generators)
@@ -217,7 +216,7 @@ class CudaGraphs:
                 )
 
     def _drop_gradients(self) -> None:
-        for p in self._passes.parameters:
+        for p in self.parameters:
             p.grad = None
 
     def _copy_buffers(self) -> TensorGroup:

@@ -7,7 +7,7 @@ worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import Any, ClassVar, NoReturn
@@ -21,11 +21,13 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, launch_guard, state_checksum
 from ray_app.reduction.messages import gather
+from ray_app.reduction.peer_errors import launch_guard
+from ray_app.reduction.reducer import GradientReducer, state_checksum
+from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.losses import REDUCED, DeviceSums, Losses, check_losses, sum_on_device
+from ray_app.task.losses import DeviceSums, Losses, MetricKey, check_losses, reduced_values, sum_on_device
 from ray_app.task.precision import Precision
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import (
@@ -44,9 +46,6 @@ _ALIGNED_BYTES = 16
 
 _MAX_WEIGHT_TENSORS = 16
 """Maximum number of tensors of weights that a `Passes` keeps for later calls."""
-
-RunPass = Callable[[Cursor, MicroBatch, int, GradientReducer], DeviceSums | None]
-"""The signature of `Passes.run`."""
 
 
 class ReplicaBuffers:
@@ -297,6 +296,9 @@ class Passes:
         self._compiled_model: Any = torch.compile(model, dynamic=False) if train.compile else None
         self._weights: dict[tuple[int, float], Tensor] = {}
 
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Prepares for a step with these micro-batches of this rank; here it does nothing."""
+
     def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:
         """Runs forward and backward of one logical worker, without a device synchronization.
 
@@ -362,13 +364,13 @@ class Passes:
         # A single row is not compiled, because `allow_single_values` switches layers while the forward runs.
         model = self._compiled_model if self._compiled_model is not None and rows > 1 else self.model
         dtype = self._precision.dtype
-        reduced: dict[str, Tensor] = {}
-        REDUCED.values = reduced
+        reduced: dict[MetricKey, Tensor] = {}
+        token = reduced_values.set(reduced)
         try:
             with torch.autocast(self._device.type, dtype) if dtype is not None else nullcontext():
                 losses = self._loss(model, fields)
         finally:
-            REDUCED.values = None
+            reduced_values.reset(token)
         return check_losses(self._task, losses, rows, reduced).float()
 
     def weights(self, rows: int, over: float) -> Tensor:

@@ -9,7 +9,7 @@ In some steps every rank recomputes one share of another rank (at a high rate se
 does, so that no rank waits for one with more work. If two checksums differ, a tie-breaking rank computes the share once
 more.
 
-`SdcChecker` does this in the steps of a generation, as a hook of the step. `SdcMonitor` does the rest over all
+`SdcChecker` does this in the steps of a generation. `SdcMonitor` does the rest over all
 generations of a worker: it gathers the workers of each generation, writes an event for each finding, marks the
 checkpoints to which a corrupt worker may have contributed, and compares the parameters of all workers at intervals.
 """
@@ -30,16 +30,17 @@ from ray_app.data.windows import MicroBatch
 from ray_app.errors import IrreproducibleError, PeerLostError, WrongResultError
 from ray_app.plan.hashing import key
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, collective, state_checksum
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import gather, receive_value, start_send_value
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.transport import P2PWork, sum_over_ranks
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task.environment import describe, device_label
 from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
-from ray_app.train.step.step import StepHook
 from ray_app.train.step.step_stats import StepResult
 
 # Salts of the keys, one for each purpose, so that the drawn numbers are independent of each other. Other modules have
@@ -196,7 +197,7 @@ class ComparedWorkers:
         return list(by_environment.values())
 
 
-class SdcChecker(StepHook):
+class SdcChecker:
     """Recomputes shares of other ranks while the gradients of a step travel, and compares checksums, see the module.
 
     In a step with recomputed shares `begin` and `check` are collectives of all ranks; in every other step each method
@@ -274,7 +275,7 @@ class SdcChecker(StepHook):
         if logical_worker in self._own_shares:
             self._buffer_checksums[logical_worker] = self._buffers.checksum()
 
-    def reducing(self) -> None:
+    def recompute(self) -> None:
         """Recomputes the shares that are drawn for this rank."""
         if self._shares:
             self._recomputed_checksums = {

@@ -1,101 +1,28 @@
 """One optimizer step over all logical workers; its arithmetic does not depend on the number of workers.
 
 `Step.run` reads from top to bottom: forward and backward of the logical workers of this rank, reduction of the
-gradients, synchronization with the device, checks, update. What else happens in a step wraps it from outside: CUDA
-graphs run the passes (`cuda_graphs.py`), and `StepHook` objects measure its time (`StepTimer`) and recompute shares of
-other ranks (`SdcChecker`). `TurnStep` has a step for each of several optimizers that take turns.
+gradients, synchronization with the device, checks, update. `TurnStep` has a step for each of several optimizers that
+take turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, scale_and_clip, total_norm
+from ray_app.reduction.reducer import GradientReducer, scale_and_clip, total_norm
+from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.task.losses import DeviceSums, LossSums, read_sums
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
 from ray_app.train.state.state import TrainingState
-from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, RunPass, raise_non_finite
-from ray_app.train.step.step_stats import StepResult, StepStats
-
-
-class StepHook:
-    """Is called at the named points of `Step.run`, in the order of the methods here; each does nothing by default."""
-
-    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
-        """Begins a step; no logical worker has run yet.
-
-        Args:
-            step: Number of the step, from 0 over the run.
-            cursor, batches, global_rows: See `Step.run`.
-        """
-
-    def end_logical_worker(self, logical_worker: int) -> None:
-        """Follows forward and backward of a logical worker; the model has the buffers that it has left."""
-
-    def computed(self) -> None:
-        """Follows the last backward of this rank, which a device may still be running."""
-
-    def reducing(self) -> None:
-        """Overlaps with the gradient reduction, all parts of which have started."""
-
-    def reduced(self) -> None:
-        """Follows the gradient reduction."""
-
-    def check(self, result: StepResult) -> StepResult:
-        """Checks a step before the update, when all ranks have its result; returns the result.
-
-        If it raises, it raises on all ranks, and the step counts nowhere.
-        """
-        return result
-
-
-def combine_hooks(hooks: Sequence[StepHook]) -> StepHook:
-    """Returns one hook for several, which calls them in their order."""
-    return hooks[0] if len(hooks) == 1 else _StepHooks(hooks) if hooks else StepHook()
-
-
-class _StepHooks(StepHook):
-    """Several hooks as one, see `combine_hooks`."""
-
-    def __init__(self, hooks: Sequence[StepHook]) -> None:
-        self._hooks = hooks
-
-    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
-        """See `StepHook.begin`."""
-        for hook in self._hooks:
-            hook.begin(step, cursor, batches, global_rows)
-
-    def end_logical_worker(self, logical_worker: int) -> None:
-        """See `StepHook.end_logical_worker`."""
-        for hook in self._hooks:
-            hook.end_logical_worker(logical_worker)
-
-    def computed(self) -> None:
-        """See `StepHook.computed`."""
-        for hook in self._hooks:
-            hook.computed()
-
-    def reducing(self) -> None:
-        """See `StepHook.reducing`."""
-        for hook in self._hooks:
-            hook.reducing()
-
-    def reduced(self) -> None:
-        """See `StepHook.reduced`."""
-        for hook in self._hooks:
-            hook.reduced()
-
-    def check(self, result: StepResult) -> StepResult:
-        """See `StepHook.check`."""
-        for hook in self._hooks:
-            result = hook.check(result)
-        return result
+from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
+from ray_app.train.step.sdc import SdcChecker
+from ray_app.train.step.step_stats import StepResult, StepStats, StepTimer
 
 
 @dataclass(eq=False)
@@ -111,9 +38,9 @@ class Step:
         stats: Gathers the statistics of the step.
         world: The workers of the generation.
         enter: Called with each phase that the step begins.
-        hooks: What wraps the step, see `StepHook`.
         max_norm: The norm to clip gradients to; None for no clipping.
-        run_pass: `passes.run`, or a wrapper of it.
+        timer: Measures the time of the step; None if nothing compares the times of workers.
+        sdc: Recomputes shares of other ranks; None for no SDC checks.
     """
 
     task: Task
@@ -124,9 +51,9 @@ class Step:
     stats: StepStats
     world: World
     enter: Callable[[Phase], None]
-    hooks: StepHook
     max_norm: float | None
-    run_pass: RunPass
+    timer: StepTimer | None = None
+    sdc: SdcChecker | None = None
 
     @property
     def lr(self) -> float:
@@ -153,52 +80,31 @@ class Step:
             DataError: The consumed rows are not those of the plan.
             NonFiniteError: The loss or the gradient is NaN or infinite; the optimizer did not move.
             PeerLostError: A peer left or computed a wrong result; the state is that before the step.
-            RayAppError: A hook has raised it, see `StepHook.check`.
+            RayAppError: See `SdcChecker.check`.
         """
         self.state.sync.broadcast_parameters()
         self.buffers.begin()
         try:
-            self.hooks.begin(self.state.step, cursor, batches, global_rows)
             # Forward and backward. The reduction begins during the last backward.
-            device_sums = list[DeviceSums | None]()
-            for batch in batches:
-                device_sums.append(self.run_pass(cursor, batch, global_rows, self.reducer))
-                self.hooks.end_logical_worker(batch.logical_worker)
-                self.buffers.end_logical_worker(batch.logical_worker)
-            self.hooks.computed()
-            # Reduce. Where the host carries the gradients (gloo), the statistics travel concurrently with them.
+            device_sums = self._run_passes(cursor, batches, global_rows)
+            # Reduce and synchronize.
             self.enter("reduction")
             self.reducer.launch()
             self.buffers.launch()
-            self.hooks.reducing()
-            sums, result = list[LossSums](), None
-            if self.world.size > 1 and not self.world.has_device_collectives:
-                sums, _ = read_sums(self.task, device_sums)
-                result = self.stats.gather_batches(batches, sums, global_rows, flags)
-            self.reducer.finish()
-            self.buffers.finish()
-            self.hooks.reduced()
-            # Synchronize. Where the device carries the gradients, it carries the statistics after them. With gloo the
-            # host waits a second time, for the norms; otherwise this is the only wait of a step without SDC checks.
-            device_norms = self.reducer.norms()
-            if self.world.has_device_collectives:
-                result, sums, norms = self.stats.gather_on_device(
-                    self.task, batches, device_sums, device_norms, global_rows, flags
-                )
-            elif result is not None:
-                _, norms = read_sums(self.task, [], device_norms)
-            else:
-                sums, norms = read_sums(self.task, device_sums, device_norms)
-                result = self.stats.gather_batches(batches, sums, global_rows, flags)
+            if self.sdc is not None:
+                self.sdc.recompute()
+            finish = self._finish_on_device if self.world.has_device_collectives else self._finish_on_host
+            result, sums, norms = finish(batches, device_sums, global_rows, flags)
             # Check.
-            result = self.hooks.check(result)
+            if self.sdc is not None:
+                result = self.sdc.check(result)
             result.check_rows(cursor, global_rows)
         except Exception:
             # The buffers are restored after any error, not only after `PeerLostError`: in a broken group any error may
             # be a consequence of the lost peer, and then the loop repeats the step, see `translate_peer_errors`.
             self.buffers.roll_back()
             raise
-        result = result.over_weight(global_rows)
+        result = result.rescale_to_weight(global_rows)
         # The factor makes the gradient the mean over the rows' weight, and removes the loss scale.
         weight, scale = result.weight, self.state.scale.value if self.state.scale is not None else 1.0
         factor = global_rows / weight / scale if weight else 0.0
@@ -215,6 +121,61 @@ class Step:
             self._skip_update(cursor, batches, sums, global_rows, result)
         self.state.sync.send_replicas()
         return result
+
+    def _run_passes(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int) -> list[DeviceSums | None]:
+        """Runs forward and backward of each logical worker of this rank; returns the sums of their losses."""
+        self.passes.begin_step(batches)
+        if self.sdc is not None:
+            self.sdc.begin(self.state.step, cursor, batches, global_rows)
+        # The sending of micro-batches for SDC checks does not count as computing.
+        if self.timer is not None:
+            self.timer.begin(len(batches))
+        device_sums = list[DeviceSums | None]()
+        for batch in batches:
+            device_sums.append(self.passes.run(cursor, batch, global_rows, self.reducer))
+            if self.sdc is not None:
+                self.sdc.end_logical_worker(batch.logical_worker)
+            self.buffers.end_logical_worker(batch.logical_worker)
+        if self.timer is not None:
+            self.timer.computed()
+        return device_sums
+
+    def _finish_on_device(
+        self, batches: list[MicroBatch], device_sums: list[DeviceSums | None], global_rows: int, flags: Flags
+    ) -> tuple[StepResult, list[LossSums], list[float]]:
+        """Finishes the reduction where the device carries gradients and, after them, the statistics (NCCL).
+
+        Without SDC checks the host waits only here in a step.
+
+        Returns:
+            The result, the sums of the losses of each micro-batch, and norms of the gradient.
+        """
+        self._finish_reduction()
+        return self.stats.gather_on_device(self.task, batches, device_sums, self.reducer.norms(), global_rows, flags)
+
+    def _finish_on_host(
+        self, batches: list[MicroBatch], device_sums: list[DeviceSums | None], global_rows: int, flags: Flags
+    ) -> tuple[StepResult, list[LossSums], list[float]]:
+        """Finishes the reduction where the host carries the statistics (gloo), and returns as `_finish_on_device`.
+
+        With several workers they travel concurrently with the gradients, and the host waits a second time, for norms.
+        """
+        if self.world.size > 1:
+            sums, _ = read_sums(self.task, device_sums)
+            result = self.stats.gather_batches(batches, sums, global_rows, flags)
+            self._finish_reduction()
+            _, norms = read_sums(self.task, [], self.reducer.norms())
+        else:
+            self._finish_reduction()
+            sums, norms = read_sums(self.task, device_sums, self.reducer.norms())
+            result = self.stats.gather_batches(batches, sums, global_rows, flags)
+        return result, sums, norms
+
+    def _finish_reduction(self) -> None:
+        self.reducer.finish()
+        self.buffers.finish()
+        if self.timer is not None:
+            self.timer.reduced()
 
     def _skip_update(
         self, cursor: Cursor, batches: list[MicroBatch], sums: list[LossSums], global_rows: int, result: StepResult

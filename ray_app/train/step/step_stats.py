@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ray_app.data.windows import MicroBatch
-from ray_app.devices import HOST, to_device
+from ray_app.devices import HOST, kind_of, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, check_device_errors, launch_guard
 from ray_app.reduction.messages import gather
+from ray_app.reduction.peer_errors import check_device_errors, launch_guard
 from ray_app.reduction.transport import sum_over_ranks
-from ray_app.task.losses import DeviceSums, LossSums, check_weight, join_values
+from ray_app.reduction.world import World
+from ray_app.task.losses import DeviceSums, LossSums, MetricKey, ReplicaReduction, check_weight, join_values
 from ray_app.train.membership import Flags
 
 _RECORD_FORMAT = "<qQqdqdddddd"
@@ -34,7 +36,7 @@ _RECORD_FORMAT = "<qQqdqdddddd"
 `logical_worker`, the first field, is left out, because it is the index of the record in the gathered table. `metrics`,
 the last field, follows as one float for each name. What a device computes is last: `loss`, `weight` and `metrics`.
 """
-_NO_METRICS: Mapping[str, float] = {}
+_NO_METRICS: Mapping[Any, float] = {}
 
 
 class TimeBreakdown(NamedTuple):
@@ -60,6 +62,59 @@ TimeValues = tuple[float, float, float, float]
 """The values of a `TimeBreakdown` in the order of its fields, as the ranks gather them."""
 
 
+class StepTimer:
+    """Measures the `TimeBreakdown` of each step.
+
+    Args:
+        device: Device that computes; a device with streams is timed by its events.
+
+    Attributes:
+        data_wait_s: Seconds that this rank waited for the data of the step; set by the caller before the step.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.data_wait_s = 0.0
+        self._events = kind_of(device).make_timers(2)
+        self._began_s = self._computed_s = self._reduced_s = 0.0
+        self._previous_began_s = self._previous_reduced_s = 0.0
+        self._num_logical_workers = 1
+
+    def begin(self, logical_workers: int) -> None:
+        """Marks the beginning of a step in which this rank runs so many logical workers."""
+        self._num_logical_workers = logical_workers
+        self._previous_began_s = self._began_s
+        self._previous_reduced_s = self._reduced_s
+        self._began_s = time.perf_counter()
+        if self._events is not None:
+            self._events[0].record()
+
+    def computed(self) -> None:
+        """Marks that the last backward of the step is done, or has been launched on the device."""
+        self._computed_s = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+
+    def reduced(self) -> None:
+        """Marks that the gradients are reduced."""
+        self._reduced_s = time.perf_counter()
+
+    def breakdown(self) -> TimeBreakdown:
+        """Returns where the time of the step went.
+
+        Call it after the step's device synchronization point; otherwise it waits for the device.
+        """
+        compute_s = self._computed_s - self._began_s
+        if self._events is not None:
+            # If no logical worker of this rank had rows, the synchronization point did not wait for this event.
+            self._events[1].synchronize()
+            compute_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+        compute_s /= self._num_logical_workers
+        if not self._previous_began_s:
+            return TimeBreakdown(compute_s, self.data_wait_s, 0.0, 0.0)
+        other_s = max(0.0, self._began_s - self._previous_reduced_s - self.data_wait_s)
+        return TimeBreakdown(compute_s, self.data_wait_s, other_s, self._began_s - self._previous_began_s)
+
+
 class ReplicaStats(NamedTuple):
     """The statistics of one logical worker (replica) for one step.
 
@@ -74,7 +129,7 @@ class ReplicaStats(NamedTuple):
         compute_s, data_s, other_s, step_s: The time of its rank, see `TimeBreakdown`.
         loss: Its share of the mean loss.
         weight: Sum of its rows' weights.
-        metrics: Sum of each metric over its rows, by name, and each value of `ReducedValues`, by its key.
+        metrics: Sum of each metric over its rows, and each value of `ray_app.reduce`.
     """
 
     logical_worker: int
@@ -89,7 +144,7 @@ class ReplicaStats(NamedTuple):
     step_s: float
     loss: float
     weight: float
-    metrics: Mapping[str, float]
+    metrics: Mapping[MetricKey, float]
 
 
 class StepResult(NamedTuple):
@@ -103,7 +158,9 @@ class StepResult(NamedTuple):
         flags: All flags that any rank set.
         skipped: Number of planned rows of every logical worker that cannot be decoded.
         weights: Sum of the rows' weights of every logical worker; a row's weight is 1 unless its task gives weights.
-        metrics: Mean of each metric of the task over the global batch, by name.
+        metric_sums: Sum of each metric of the task over the global batch, and each result of `ray_app.reduce`.
+        metrics: Mean of each metric over the weight of the rows, and each result of `ray_app.reduce`, by name; empty
+            before `rescale_to_weight`.
         times: Time of every logical worker's rank, see `TimeBreakdown`.
         recomputed: Number of shares that SDC checks recomputed; their checksums were equal.
     """
@@ -115,6 +172,7 @@ class StepResult(NamedTuple):
     flags: Flags
     skipped: Sequence[int]
     weights: Sequence[float]
+    metric_sums: Mapping[MetricKey, float] = _NO_METRICS
     metrics: Mapping[str, float] = _NO_METRICS
     times: Sequence[TimeValues] = ()
     recomputed: int = 0
@@ -136,23 +194,23 @@ class StepResult(NamedTuple):
                 f"Step {cursor} consumed {rows} rows and skipped {skipped}, {planned} were planned; please report this."
             )
 
-    def over_weight(self, planned: int) -> StepResult:
+    def rescale_to_weight(self, planned: int) -> StepResult:
         """Returns this result with means over the rows' weight instead of means over the planned rows.
 
-        In this result, before the conversion, the loss and the square of the norm are means over the planned rows, and
-        the metrics are sums. The results of `ray_app.reduce` are no means over rows, and only get their own names.
+        In this result, before the conversion, the loss and the square of the norm are means over the planned rows. The
+        results of `ray_app.reduce` are no means over rows, and stay as they are.
 
         Args:
             planned: Number of planned rows.
         """
         weight = self.weight
-        if (not weight or weight == planned) and not self.metrics:
+        if (not weight or weight == planned) and not self.metric_sums:
             return self
-        metrics = {}
-        for key, value in self.metrics.items():
-            reduction, _, name = key.rpartition(":")
-            if reduction or weight:
-                metrics[name] = value if reduction else value / weight
+        metrics = {
+            key.name: value if key.reduction else value / weight
+            for key, value in self.metric_sums.items()
+            if key.reduction or weight
+        }
         factor = planned / weight if weight else 1.0
         return self._replace(loss=self.loss * factor, grad_norm=self.grad_norm * math.sqrt(factor), metrics=metrics)
 
@@ -168,8 +226,8 @@ class StepStats:
     def __init__(self, world: World, measure: Callable[[], TimeBreakdown] | None = None) -> None:
         self._world = world
         self._measure = measure
-        self._names: tuple[str, ...] | None = None
-        self._name_set = set[str]()
+        self._keys: tuple[MetricKey, ...] | None = None
+        self._key_set = set[MetricKey]()
         # The time of the step before, for `gather_on_device`.
         self._previous_times = NO_TIME
         self._record = struct.Struct(_RECORD_FORMAT)
@@ -250,13 +308,13 @@ class StepStats:
         """
         local_stats = []
         for batch, one in zip(batches, sums, strict=True):
-            names = one.metrics or () if one is not None else ()
-            unknown = LossSums(0.0, float(batch.rows), dict.fromkeys(names, 0.0))
+            keys = one.metrics or () if one is not None else ()
+            unknown = LossSums(0.0, float(batch.rows), dict.fromkeys(keys, 0.0))
             local_stats.append(make_replica_stats(batch, unknown, 0.0, 0.0, flags, self._previous_times))
         self._agree_on_metrics(local_stats)
         table = to_device(self._pack(local_stats), norms[0].device)
         floats = table.view(torch.float64)
-        on_device = floats[:, -2 - len(self._names or ()) :]
+        on_device = floats[:, -2 - len(self._keys or ()) :]
         for batch, one in zip(batches, sums, strict=True):
             if one is not None:
                 on_device[batch.logical_worker, : one.values.numel()] = one.values
@@ -275,37 +333,36 @@ class StepStats:
 
     def _pack(self, local_stats: list[ReplicaStats]) -> Tensor:
         """Returns the table with the records of this rank, and zeros for all others."""
-        names = self._names or ()
+        keys = self._keys or ()
         packed = torch.zeros(self._world.logical_workers, self._record.size // 8, dtype=torch.int64)
         for stats in local_stats:
-            record = self._record.pack(*stats[1:-1], *(stats.metrics.get(name, 0.0) for name in names))
+            record = self._record.pack(*stats[1:-1], *(stats.metrics.get(key, 0.0) for key in keys))
             packed[stats.logical_worker] = torch.frombuffer(bytearray(record), dtype=torch.int64)
         return packed
 
     def _unpack(self, packed: Tensor) -> list[ReplicaStats]:
         """Returns the records of the whole table."""
-        names, num_fields = self._names or (), len(ReplicaStats._fields) - 2
+        keys, num_fields = self._keys or (), len(ReplicaStats._fields) - 2
         return [
-            ReplicaStats._make((v, *record[:num_fields], dict(zip(names, record[num_fields:], strict=True))))
+            ReplicaStats._make((v, *record[:num_fields], dict(zip(keys, record[num_fields:], strict=True))))
             for v, record in enumerate(self._record.iter_unpack(packed.numpy().tobytes()))
         ]
 
     def _agree_on_metrics(self, local_stats: list[ReplicaStats]) -> None:
-        """Gathers the names of the metrics in the first step with rows, and compares those of later steps with them.
+        """Gathers the metrics in the first step with rows, and compares those of later steps with them.
 
         Raises:
-            ConfigError: The names differ. After the first step only the rank with other names raises.
+            ConfigError: The metrics differ. After the first step only the rank with other metrics raises.
         """
-        if self._names is None:
-            local_names = {tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows}
-            all_names = set[tuple[str, ...]]().union(*gather(local_names, self._world))
-            if all_names:
-                self._names = min(all_names)
-                self._name_set = set(self._names)
-                self._record = struct.Struct(f"{_RECORD_FORMAT}{len(self._names)}d")
-            check_same_metrics(all_names)
-        elif any(stats.rows and stats.metrics.keys() != self._name_set for stats in local_stats):
-            check_same_metrics({self._names, *(tuple(sorted(stats.metrics)) for stats in local_stats if stats.rows)})
+        if self._keys is None:
+            all_keys = set[tuple[MetricKey, ...]]().union(*gather(metric_keys(local_stats), self._world))
+            if all_keys:
+                self._keys = min(all_keys, key=str)
+                self._key_set = set(self._keys)
+                self._record = struct.Struct(f"{_RECORD_FORMAT}{len(self._keys)}d")
+            check_same_metrics(all_keys)
+        elif any(stats.rows and stats.metrics.keys() != self._key_set for stats in local_stats):
+            check_same_metrics({self._keys, *metric_keys(local_stats)})
 
 
 def make_replica_stats(
@@ -326,18 +383,19 @@ def make_replica_stats(
     )
 
 
-def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
-    """Checks that all logical workers have metrics of the same names.
+def metric_keys(stats: Iterable[ReplicaStats]) -> set[tuple[MetricKey, ...]]:
+    """Returns the different lists of metrics that logical workers with rows have."""
+    return {tuple(sorted(replica.metrics)) for replica in stats if replica.rows}
 
-    Args:
-        names: The sorted names of the metrics of some logical workers.
+
+def check_same_metrics(key_lists: set[tuple[MetricKey, ...]]) -> None:
+    """Checks that all logical workers with rows have the same metrics, see `metric_keys`.
 
     Raises:
-        ConfigError: The names differ.
+        ConfigError: The metrics differ.
     """
-    different = sorted(set(names))
-    if len(different) > 1:
-        lists = " and ".join(", ".join(metrics) or "none" for metrics in different)
+    if len(key_lists) > 1:
+        lists = " and ".join(sorted(", ".join(key.name for key in keys) or "none" for keys in key_lists))
         raise ConfigError(
             f"The losses of some rows came with other metrics than those of others: {lists}. Return the same names for"
             " every batch, with zeros where a metric has no value."
@@ -347,25 +405,24 @@ def check_same_metrics(names: Iterable[tuple[str, ...]]) -> None:
 def combine_stats(table: list[ReplicaStats]) -> StepResult:
     """Returns the result of a step from the statistics of all logical workers, in the order of the logical workers.
 
-    Its loss and the square of its norm are means over the planned rows, and its metrics are sums, see
-    `StepResult.over_weight`.
+    Its loss and the square of its norm are means over the planned rows, see `StepResult.rescale_to_weight`.
     """
     _, rows, row_hash, flags, squared_norms, skipped, *durations, losses, weights, metrics = zip(*table, strict=True)
     # Logical workers without rows have no metrics, or zeros in their place.
     replica_metrics = [sums for sums, replica_rows in zip(metrics, rows, strict=True) if replica_rows]
     metric_sums = {
-        key: _combine(key.rpartition(":")[0], [sums[key] for sums in replica_metrics])
+        key: _combine(key.reduction, [sums[key] for sums in replica_metrics])
         for key in (replica_metrics[0] if replica_metrics else ())
     }
     all_flags = Flags(reduce(or_, flags))
     times = list(zip(*durations, strict=True))
     norm = math.sqrt(sum(squared_norms))
     return StepResult(
-        exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metric_sums, times
+        exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metric_sums, times=times
     )
 
 
-def _combine(reduction: str, values: Sequence[float]) -> float:
+def _combine(reduction: ReplicaReduction | None, values: Sequence[float]) -> float:
     """Returns the sum of a metric's values, or what `ray_app.reduce` makes of them; NaN if one value is NaN."""
     if reduction == "max":
         return math.nan if any(map(math.isnan, values)) else max(values)

@@ -16,8 +16,9 @@ import torch
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, check_device_errors
 from ray_app.reduction.messages import gather
+from ray_app.reduction.peer_errors import check_device_errors
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, evaluated_steps, put_evaluation
 from ray_app.runlog.journal import PendingEvents, put_event

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, kind_of
-from ray_app.reduction.base import World, launch_guard
+from ray_app.reduction.peer_errors import launch_guard
+from ray_app.reduction.world import World
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
 from ray_app.train.state.transfer import page_locked_like, transfer_snapshot

@@ -28,8 +28,10 @@ from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.reducer import GradientReducer
 from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
+from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import open_group_of_one
@@ -37,15 +39,13 @@ from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import Placement, StateSync, TrainingState
 from ray_app.train.state.transfer import copy_to_host
 from ray_app.train.step.micro_batch import Passes
-from ray_app.train.step.step import StepHook
 from ray_app.train.strategies.partitioned import PartitionedSync
 
 
-class ShardedPasses(Passes, StepHook):
+class ShardedPasses(Passes):
     """The passes of sharded parameters, in which all ranks make the same number of passes; each is a collective.
 
     It is a subclass, because it changes one method of the passes that the others call: the forward gathers parameters.
-    It is a hook of its step to learn which rows this rank has.
 
     A rank makes an idle pass for each logical worker without rows, and if it runs fewer logical workers than another
     rank. An idle pass computes on rows that this rank has had before, with weights of zero, and leaves the buffers
@@ -66,9 +66,8 @@ class ShardedPasses(Passes, StepHook):
         # The rows of idle passes.
         self._idle_batch: MicroBatch | None = None
 
-    def begin(self, step: int, cursor: Cursor, batches: Sequence[MicroBatch], global_rows: int) -> None:
-        """Chooses the rows of idle passes, see `StepHook.begin`."""
-        del step, cursor, global_rows
+    def begin_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Chooses the rows of idle passes, see `Passes.begin_step`."""
         self._idle_batch = next((batch for batch in batches if batch.rows), self._idle_batch) or _zero_row(batches[0])
 
     def run(self, cursor: Cursor, batch: MicroBatch, global_rows: int, reducer: GradientReducer) -> DeviceSums | None:

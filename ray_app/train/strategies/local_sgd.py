@@ -27,9 +27,10 @@ from torch import Tensor
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gradient_norms, scale_and_clip, total_norm
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.messages import check_errors_on_all_ranks, gather
+from ray_app.reduction.reducer import gradient_norms, scale_and_clip, total_norm
+from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, LossSums, read_sums, sum_on_device
 from ray_app.torch_private import run_backward
 from ray_app.train.job import Job
@@ -37,8 +38,7 @@ from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.parameters import load_optimizer, ordered_parameters, parameter_numbers
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, ReplicaBuffers, raise_non_finite
-from ray_app.train.step.step import StepHook
-from ray_app.train.step.step_stats import StepResult, StepStats
+from ray_app.train.step.step_stats import StepResult, StepStats, StepTimer
 
 
 def apply_round(
@@ -117,14 +117,6 @@ class LocalReplica:
         not_averaged = {name for name, v, p in values if not isinstance(v, Tensor) or v.shape != p.shape}
         return sorted({name for name, _, _ in values} - not_averaged)
 
-    def averaged_values(self, name: str) -> list[Tensor]:
-        """Returns the optimizer's state under a name for every trained parameter; zeros where it has no value."""
-        return [self.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in self.trained]
-
-    def parameter_decrease(self, starts: list[Tensor]) -> list[Tensor]:
-        """Returns for each trained parameter its value in `starts` minus its present value."""
-        return [start - p.detach() for start, p in zip(starts, self.trained, strict=True)]
-
     def unaveraged_state(self) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]]]:
         """Returns the part of the optimizer's state that is not averaged, with tensors on the CPU.
 
@@ -169,7 +161,7 @@ class LocalStep:
         world: The workers of the generation.
         device: Device to compute on.
         enter: Called with each phase that the step begins.
-        hooks: What wraps the step; only its points `begin`, `computed` and `reduced` are called.
+        timer: Measures the time of the step; None if nothing compares the times of workers.
     """
 
     def __init__(
@@ -181,7 +173,7 @@ class LocalStep:
         world: World,
         device: torch.device,
         enter: Callable[[Phase], None],
-        hooks: StepHook,
+        timer: StepTimer | None,
     ) -> None:
         self._job = job
         self._state = state
@@ -190,7 +182,7 @@ class LocalStep:
         self._stats = stats
         self._world = world
         self._enter = enter
-        self._hooks = hooks
+        self._timer = timer
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
         # The replica of each logical worker of this rank.
         self._replicas = {v: LocalReplica(job, device) for v in world.assigned}
@@ -223,14 +215,16 @@ class LocalStep:
         Raises:
             PeerLostError: A peer left meanwhile; all logical workers return to the beginning of the round.
         """
-        self._hooks.begin(self._finished_steps, cursor, batches, global_rows)
+        if self._timer is not None:
+            self._timer.begin(len(batches))
         # Forward and backward of each replica.
         device_sums, device_norms = list[DeviceSums | None](), list[list[Tensor]]()
         for batch in batches:
             batch_sums, batch_norms = self._run_replica(cursor, batch)
             device_sums.append(batch_sums)
             device_norms.append(batch_norms)
-        self._hooks.computed()
+        if self._timer is not None:
+            self._timer.computed()
         # Synchronize, and gather the statistics.
         all_sums, numbers = read_sums(self._job.task, device_sums, [norm for norms in device_norms for norm in norms])
         remaining_norms = iter(numbers)
@@ -241,10 +235,11 @@ class LocalStep:
             shares.append((sums.loss / sums.weight * share, norm * norm * share) if share else (0.0, 0.0))
         self._enter("reduction")
         result = self._stats.gather_batches(batches, all_sums, global_rows, flags, shares)
-        self._hooks.reduced()
+        if self._timer is not None:
+            self._timer.reduced()
         # Check.
         result.check_rows(cursor, global_rows)
-        result = result.over_weight(global_rows)
+        result = result.rescale_to_weight(global_rows)
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._raise_non_finite(cursor, batches, all_sums, result)
         # Update each replica, and the common state at the end of a round.
@@ -320,9 +315,12 @@ class LocalStep:
         # rows.
         local_names = {name for replica in self._replicas.values() for name in replica.averaged_names()}
         for name in sorted(set().union(*gather(local_names, self._world))):
-            for i, value in enumerate(
-                self._mean({v: replica.averaged_values(name) for v, replica in self._replicas.items()})
-            ):
+            # A parameter without a value counts as zeros.
+            values = {
+                v: [replica.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in replica.trained]
+                for v, replica in self._replicas.items()
+            }
+            for i, value in enumerate(self._mean(values)):
                 optimizer_state["state"].setdefault(numbers[i], {})[name] = value
         # The values that are not averaged are taken from the logical worker with the highest weight, which is logical
         # worker 0 unless rows were skipped.
@@ -334,7 +332,11 @@ class LocalStep:
                 optimizer_state["state"].setdefault(i, {}).update(rest)
             for group, rest in zip(optimizer_state["param_groups"], groups, strict=False):
                 group.update(move_to_device_of(rest, group))
-        change = self._mean({v: replica.parameter_decrease(starts) for v, replica in self._replicas.items()})
+        decreases = {
+            v: [start - p.detach() for start, p in zip(starts, replica.trained, strict=True)]
+            for v, replica in self._replicas.items()
+        }
+        change = self._mean(decreases)
         self._share_buffers()
         apply_round(state, change, optimizer_state, first.state, self._finished_steps)
         self._begin_round()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import World, collective
 from ray_app.reduction.messages import check_errors_on_all_ranks, gather, receive_value, start_send_value
+from ray_app.reduction.peer_errors import collective
 from ray_app.reduction.transport import P2PWork, receive, start_send
+from ray_app.reduction.world import World
 from ray_app.train.state.state import NO_STATE, StateSync, TrainingState
 from ray_app.train.state.transfer import extract_tensors, insert_tensors, ranks_without_state, transfer_snapshot
 

@@ -26,6 +26,7 @@ SCRIPT = """
 import ray, sys
 from pathlib import Path
 from ray_app import run_training
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
 from ray_app.config.config import from_yaml
 from ray_app.drill.cluster import open_drill_cluster
 from ray_app.driver.run import Faults
@@ -39,7 +40,7 @@ class Drain:
     node = None
 
     def __call__(self, job):
-        beats = ray.get(ray.get_actor(job.rendezvous).workers.remote()) if self.node is None else []
+        beats = RendezvousHandle(ray.get_actor(job.rendezvous)).workers() if self.node is None else []
         if len(beats) == 2:
             self.node = beats[1].node
             nodes.drain_node(self.node, 60)

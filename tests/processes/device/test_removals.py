@@ -98,8 +98,8 @@ def drop_memory_on_a_side_stream(rank: int, store: Path) -> float:
 
 def add_on_the_host(rank: int, store: Path) -> list[float]:
     """Copies a gradient to a bucket in the memory of the host, and reads the sum at once."""
-    from ray_app.reduction.base import World
     from ray_app.reduction.bucketed import Bucket
+    from ray_app.reduction.world import World
     from tests.device.sim import DEVICE
 
     bucket = Bucket([torch.nn.Parameter(torch.ones(5, device=DEVICE))], World(0, 2, 2), 0)
@@ -128,7 +128,7 @@ SITES: dict[Site, Case | Check | str] = {
     ): Case("ddp", 2),
     Site("reduction.bucketed", "Bucket.add_copied_leaf", "copied.synchronize()"): add_on_the_host,
     Site("train.state.transfer", "_broadcast_snapshot", "check_device_errors()"): LINK,
-    Site("reduction.bucketed", "BucketedReducer._receive", "self._side.join()"): Case("ddp", 2),
+    Site("reduction.overlap", "StreamExecutor.drain", "self._side.join()"): Case("ddp", 2),
     Site("train.state.transfer", "copy_to_host", "kind_of(device).synchronize_stream(device)"): copy_state,
     Site("devices", "DeviceKind.synchronize_stream", "self.current_stream(device).synchronize()"): copy_state,
     Site(
@@ -136,10 +136,10 @@ SITES: dict[Site, Case | Check | str] = {
         "CentralPlacement._fetch_gradients",
         "kind.synchronize_stream(self._device)",
     ): Case("central_storage", 1),
-    Site("train.stragglers", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
-    Site("train.stragglers", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
+    Site("train.step.step_stats", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),
+    Site("train.step.step_stats", "StepTimer.computed", "self._events[1].record()"): Case("ddp", 2),
     Site("train.step.step_stats", "StepStats.gather_on_device", "check_device_errors()"): LINK,
-    Site("reduction.base", "check_device_errors", "_group.check_device_errors()"): LINK,
+    Site("reduction.peer_errors", "check_device_errors", "_group.check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.check_device_errors", "self._wait_for_device()"): LINK,
     Site("train.process_group", "ProcessGroup._open", "self.check_device_errors()"): LINK,
     Site(
@@ -157,13 +157,13 @@ SITES: dict[Site, Case | Check | str] = {
         "DeterministicShardedReducer._push",
         "record_on_current_stream(added)",
     ): "the stream that receives shards waits for the computing one before it receives others",
-    Site("reduction.bucketed", "BucketedReducer.close", "self._side.join()"): ABORT,
+    Site("reduction.overlap", "StreamExecutor.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,
     Site("devices", "DeviceKind.synchronize", "self.module.synchronize(device)"): ABORT,
     Site(
-        "train.stragglers", "StepTimer.breakdown", "self._events[1].synchronize()"
+        "train.step.step_stats", "StepTimer.breakdown", "self._events[1].synchronize()"
     ): "a GPU has no time of an event that it has not reached; the simulated devices reach each at once",
 }
 """Every statement that orders work, but those of CUDA graphs, with a training or check that

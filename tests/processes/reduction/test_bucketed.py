@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
-from ray_app.reduction.base import World, collective
 from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool
 from ray_app.train.build import build_reducer
 from ray_app.train.membership import GenerationInfo

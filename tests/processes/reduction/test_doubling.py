@@ -11,8 +11,9 @@ import pytest
 
 from ray_app.errors import PeerLostError
 from ray_app.reduction import transport
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord
+from ray_app.task.losses import MetricKey
 from ray_app.testing import WorkerPool
 from ray_app.train.checkpointing.step_log import gather_records
 from ray_app.train.step.step_stats import ReplicaStats, StepResult, StepStats
@@ -22,7 +23,9 @@ from tests.support.local_world import LocalMembership
 def _make_rows(world: World) -> list[ReplicaStats]:
     times = 0.25, 0.5, 0.75, 1.0
     return [
-        ReplicaStats(v, v + 1, 2**64 - 1 - v, v % 3, 1.0 / (v + 1), v, *times, 0.1 * v, float(v), {"a": v / 7})
+        ReplicaStats(
+            v, v + 1, 2**64 - 1 - v, v % 3, 1.0 / (v + 1), v, *times, 0.1 * v, float(v), {MetricKey("a"): v / 7}
+        )
         for v in world.assigned
     ]
 

@@ -46,9 +46,9 @@ def test_the_reducer_of_the_documentation_is_bit_identical_on_any_workers(
     ("path", "message"),
     [
         ("nowhere.Reducer", "which cannot be imported: No module named 'nowhere'. Name an importable class"),
-        ("torch.nn.Linear", "which is not a subclass of ray_app.reduction.base.GradientReducer"),
+        ("torch.nn.Linear", "which is not a subclass of ray_app.reduction.reducer.GradientReducer"),
         (
-            "ray_app.reduction.base.GradientReducer",
+            "ray_app.reduction.reducer.GradientReducer",
             "which lacks backward, close, finish, gradients, launch, norms, skip",
         ),
     ],

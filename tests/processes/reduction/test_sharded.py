@@ -22,7 +22,8 @@ from ray_app.devices import KINDS
 from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, launch_lock
+from ray_app.reduction.peer_errors import launch_lock
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification

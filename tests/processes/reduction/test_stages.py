@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_app.config.sections import TrainSection
 from ray_app.reduction import transport
-from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import P2PWork, start_send
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool
 from tests.support.device_group import BACKEND
 from tests.support.local_world import LocalMembership

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError
-from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.transport import receive, start_send
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool
 from ray_app.train import process_group
 from ray_app.train.membership import GenerationInfo
@@ -195,9 +195,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
         return []
 
     def thread_waits() -> bool:
-        return (
-            any(thread.name.startswith("reduction") for thread in threading.enumerate()) and reducer._thread is not None
-        )
+        return any(thread.name.startswith("reduction") for thread in threading.enumerate())
 
     reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB)
 

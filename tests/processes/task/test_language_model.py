@@ -25,6 +25,7 @@ from ray_app.task.losses import sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -270,7 +271,7 @@ def test_the_gpt_of_the_page_trains_as_in_a_plain_loop(tmp_path: Path, monkeypat
     task = CausalLanguageModel({"class_path": "own_gpt.GPT", "init_args": {"vocabulary": WORDS, "positions": 8}})
     fields = {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}, "train__epochs": 5}
     job = make_job(tmp_path / "run", tmp_path / "data", logical_workers=2, batch=12, task=task, **fields)
-    train(job, SingleProcessMembership(2, lambda: False), cache_windows, CPU, Hooks())
+    train(WorkerContext(job, SingleProcessMembership(2, lambda: False), cache_windows, CPU, Hooks()))
     plain = TrainingState(job.config, job.task, CPU, 5).model
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for _ in range(5):

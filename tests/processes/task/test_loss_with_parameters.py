@@ -19,6 +19,7 @@ from ray_app.task.configured_arguments import compute_row_losses, load_loss
 from ray_app.task.metrics import combine, score
 from ray_app.task.module import ModuleTask
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -70,7 +71,7 @@ def test_it_trains_as_in_a_plain_loop_and_is_stored(
         train__grad_clip_norm=1.0,
         train__init_from=str(tmp_path / "initial.safetensors"),
     )
-    train(job, SingleProcessMembership(1, lambda: False), cache_windows, CPU, Hooks())
+    train(WorkerContext(job, SingleProcessMembership(1, lambda: False), cache_windows, CPU, Hooks()))
     trained = read_trained_run(job).snapshot.model
     plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)) if spec is CHAIN else nn.Linear(4, 1)
     loss = LearnedVariance()

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
-from ray_app.reduction.base import World, clear_group, collective, launch_guard, set_group, translate_peer_errors
+from ray_app.reduction.peer_errors import clear_group, collective, launch_guard, set_group, translate_peer_errors
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run

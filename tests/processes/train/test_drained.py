@@ -8,8 +8,9 @@ import pytest
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PreemptedError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
@@ -25,12 +26,12 @@ class DrainedMembership(LocalMembership):
         self._num_steps += 1
         return Flags.REFORM | Flags.SAVE if self._num_steps == STEP else Flags(0)
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return self._num_steps >= STEP
 
 
 def _train(rank: int, store: Path, job: Job) -> None:
-    train(job, DrainedMembership(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU)
+    train(WorkerContext(job, DrainedMembership(World(rank, 2, job.plan.logical_workers), store), cache_windows, CPU))
 
 
 @pytest.mark.rest

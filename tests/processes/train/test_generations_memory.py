@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import GradientReducer, World
 from ray_app.reduction.bucketed import Bucket
+from ray_app.reduction.reducer import GradientReducer
+from ray_app.reduction.world import World
 from ray_app.testing import KilledError, WorkerPool, cache_windows
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job

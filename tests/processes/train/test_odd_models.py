@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows
 from ray_app.train.build import build_state

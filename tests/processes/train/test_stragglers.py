@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.history import read_steps
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths

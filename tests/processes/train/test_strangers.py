@@ -12,7 +12,8 @@ import pytest
 
 from ray_app.errors import ForgedMessageError, PeerLostError
 from ray_app.reduction import messages
-from ray_app.reduction.base import World, collective
+from ray_app.reduction.peer_errors import collective
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool, cache_windows
 from ray_app.train.job import Hooks
 from ray_app.train.membership import KEY_BYTES, GenerationInfo

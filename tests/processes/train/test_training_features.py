@@ -16,7 +16,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.driver.single import train_in_process
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.classification import _draw_beta, mix_images, smooth_targets
 from ray_app.task.environment import set_up_torch

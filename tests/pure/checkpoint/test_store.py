@@ -29,7 +29,7 @@ from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, file_writers, p
 from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps, skipped_evaluations
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluations, read_scores
@@ -41,6 +41,7 @@ from ray_app.testing import DieAfter, KilledError, TrainedRun, cache_windows, re
 from ray_app.train.checkpointing import persistence as writer_module
 from ray_app.train.checkpointing.persistence import CheckpointWriter
 from ray_app.train.checkpointing.step_log import record_fallback
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from tests.support.checkpoints import commit_of, make_store_of_three, snapshot_of
@@ -597,7 +598,7 @@ def test_the_checkpoint_writer_waits_for_the_previous_write(paths: RunPaths) -> 
 
 
 def run_alone(job: Job, **hooks: Any) -> TrainedRun:
-    train(job, LocalMembership(World(0, 1, 2), Path()), cache_windows, CPU, Hooks(**hooks))
+    train(WorkerContext(job, LocalMembership(World(0, 1, 2), Path()), cache_windows, CPU, Hooks(**hooks)))
     return read_trained_run(job)
 
 

@@ -664,6 +664,6 @@ def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_w
     source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
     context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
     warnings = dry_run_module.check_evaluation_time(context)
-    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (  # type: ignore[index]
+    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (
         [times] if times is not None else []
     )

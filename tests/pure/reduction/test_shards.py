@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ray_app.reduction.base import World
 from ray_app.reduction.bucketed import BucketedReducer, _default_sizes_mb, _split_into_buckets
+from ray_app.reduction.world import World
 
 ALIGNED = 128
 

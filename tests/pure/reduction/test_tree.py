@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
-from ray_app.reduction.base import TreeSum, tree_parents
+from ray_app.reduction.tree import TreeSum, tree_parents
 
 logical_counts = st.integers(1, 70)
 

@@ -17,7 +17,7 @@ from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.errors import CheckpointError, PeerLostError, PreemptedError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.retry import Retry
 from ray_app.runlog.evaluations import Evaluation, Verdict, put_evaluation
 from ray_app.runlog.history import recoveries
@@ -26,9 +26,10 @@ from ray_app.storage.files import Location, list_tree
 from ray_app.testing import KilledError, cache_windows
 from ray_app.train.checkpointing import persistence as writer_module
 from ray_app.train.checkpointing.persistence import SnapshotSender
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import _MAX_BROKEN_GENERATIONS, train
-from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Phase, SingleProcessMembership
+from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase, SingleProcessMembership
 from tests.support.local_world import TinyImages, make_job, write_images
 
 CPU = torch.device("cpu")
@@ -45,8 +46,8 @@ class Regrouping(SingleProcessMembership):
         self.phases: list[Phase] = []
 
     @contextmanager
-    def generation(self, step: int, lost: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        del step, lost
+    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
+        del step, was_broken
         self.generations += 1
         yield World(0, 1, 4), GenerationInfo(self.generations, 0, 1, "", 0)
 
@@ -82,18 +83,23 @@ def new_job(tmp_path: Path) -> Callable[..., Job]:
     return make
 
 
-class LeavingMembership(SingleProcessMembership):
+class DrainedMembership(SingleProcessMembership):
     """The membership of a new worker that gets a preemption notice while it waits for its first generation."""
 
     def __init__(self) -> None:
         super().__init__(4, lambda: False)
 
-    def generation(self, step: int, lost: bool) -> Any:
-        del step, lost
-        raise LeavingError
+    def generation(self, step: int, was_broken: bool) -> Any:
+        del step, was_broken
+        raise DrainedError
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return True
+
+
+def train_alone(job: Job, hooks: Hooks = Hooks(), sender: SnapshotSender | None = None) -> bool:
+    membership = SingleProcessMembership(4, lambda: False)
+    return train(WorkerContext(job, membership, cache_windows, CPU, hooks, sender))
 
 
 def committed_steps(job: Job) -> list[int]:
@@ -106,7 +112,7 @@ def test_a_joining_worker_that_leaves_before_its_first_step_writes_no_checkpoint
 ) -> None:
     job = new_job(train__strategy=strategy)
     with pytest.raises(PreemptedError, match="before it got a state"):
-        train(job, LeavingMembership(), cache_windows, CPU, Hooks())
+        train(WorkerContext(job, DrainedMembership(), cache_windows, CPU, Hooks()))
     assert list_tree(job.paths.root) == {}
 
 
@@ -135,7 +141,7 @@ def test_a_due_checkpoint_is_written_after_a_restore_from_a_snapshot(
 ) -> None:
     """All workers are lost after the last step, before its checkpoint is committed."""
     undisturbed = new_job("undisturbed")
-    train(undisturbed, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks())
+    train_alone(undisturbed)
     job, memory = new_job(checkpoint__snapshot_every_steps=2), MemorySender()
     monkeypatch.setattr(writer_module, "_RETRY", Retry(0.5, attempts=1))
 
@@ -144,11 +150,11 @@ def test_a_due_checkpoint_is_written_after_a_restore_from_a_snapshot(
             raise KilledError
 
     with pytest.raises(CheckpointError):
-        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(before_commit=die), memory)
+        train_alone(job, Hooks(before_commit=die), memory)
     assert committed_steps(job) == [4]
     assert memory.newest_snapshot is not None
     assert memory.newest_snapshot[0].step == job.total_steps == 8
-    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
+    train_alone(job, Hooks(), memory)
     assert committed_steps(job) == [4, 8]
     digests = [CheckpointStore(run.paths).commits()[-1].params_digest for run in (job, undisturbed)]
     assert digests[0] == digests[1]
@@ -164,7 +170,7 @@ def test_a_generation_forms_while_the_storage_does_not_answer(new_job: Callable[
         if step == 7:
             outage.is_on = False
 
-    train(job, membership, cache_windows, CPU, Hooks(after_step=after_step))
+    train(WorkerContext(job, membership, cache_windows, CPU, Hooks(after_step=after_step)))
     assert membership.generations == 2
     assert outage.num_refused
     assert committed_steps(job) == [4, 8]
@@ -180,7 +186,7 @@ def test_a_run_resumes_from_a_snapshot_where_no_checkpoint_can_be_read(
             raise KilledError
 
     with pytest.raises(KilledError):
-        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=die), memory)
+        train_alone(job, Hooks(after_step=die), memory)
     outage.is_on = True
 
     def end_outage(rank: int, step: int) -> None:
@@ -188,8 +194,8 @@ def test_a_run_resumes_from_a_snapshot_where_no_checkpoint_can_be_read(
             outage.is_on = False
 
     with pytest.raises(OSError, match="503"):
-        train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), MemorySender())
-    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(after_step=end_outage), memory)
+        train_alone(job, Hooks(), MemorySender())
+    train_alone(job, Hooks(after_step=end_outage), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [(6, "snapshot")]
     assert committed_steps(job) == [4, 8]
 
@@ -217,13 +223,13 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
     monkeypatch.setattr(CheckpointStore, "load", load)
     for step in (5, 7):
         with pytest.raises(KilledError):
-            train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, die_after(step), memory)
+            train_alone(job, die_after(step), memory)
     memory.newest_snapshot = (
         None
         if memory.newest_snapshot is None
         else (dataclasses.replace(memory.newest_snapshot[0], step=5), memory.newest_snapshot[1])
     )
-    train(job, SingleProcessMembership(4, lambda: False), cache_windows, CPU, Hooks(), memory)
+    train_alone(job, Hooks(), memory)
     assert [(e.details["step"], e.details["source"]) for e in read_events(job.paths, "resumed")] == [
         (4, "snapshot"),
         (6, "checkpoint"),
@@ -240,7 +246,7 @@ def test_each_loss_has_its_own_recovery(new_job: Callable[..., Job]) -> None:
             steps_to_lose.remove(step)
             raise PeerLostError("lost")
 
-    train(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose))
+    train(WorkerContext(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose)))
     formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
     records, _ = read_records(job.paths)
     assert records[6].time_s <= formed[1], "the second recovery begins at the time of the first loss"
@@ -250,7 +256,7 @@ def test_each_loss_has_its_own_recovery(new_job: Callable[..., Job]) -> None:
 
 def test_a_worker_that_waits_for_the_storage_enters_the_phase_saving(new_job: Callable[..., Job]) -> None:
     job, membership = new_job(), Regrouping()
-    train(job, membership, cache_windows, CPU, Hooks())
+    train(WorkerContext(job, membership, cache_windows, CPU, Hooks()))
     waits = [i for i, phase in enumerate(membership.phases) if phase == "saving"]
     assert len(waits) == 3, "expected a wait before each of the two checkpoints, and one for the last one"
     assert all(membership.phases[i + 1] != "saving" for i in waits)
@@ -286,13 +292,13 @@ class Draining(SingleProcessMembership):
         self.steps += 1
         return Flags.REFORM if self.steps == self.reform_after else Flags(0)
 
-    def is_leaving(self) -> bool:
+    def is_draining(self) -> bool:
         return True
 
 
 def test_train_returns_whether_the_run_is_over(new_job: Callable[..., Job]) -> None:
-    assert train(new_job(), Draining(), cache_windows, CPU, Hooks()) is True
-    assert train(new_job("left"), Draining(3), cache_windows, CPU, Hooks()) is False
+    assert train(WorkerContext(new_job(), Draining(), cache_windows, CPU, Hooks())) is True
+    assert train(WorkerContext(new_job("left"), Draining(3), cache_windows, CPU, Hooks())) is False
 
 
 def test_a_preempted_worker_reports_that_its_last_checkpoint_failed(
@@ -306,7 +312,7 @@ def test_a_preempted_worker_reports_that_its_last_checkpoint_failed(
             raise OSError("503 Slow Down")
 
     with pytest.raises(CheckpointError, match="503 Slow Down"):
-        train(job, Draining(), cache_windows, CPU, Hooks(before_commit=refuse))
+        train(WorkerContext(job, Draining(), cache_windows, CPU, Hooks(before_commit=refuse)))
 
 
 def test_generations_that_break_within_a_local_sgd_round_end_the_run(
@@ -321,5 +327,5 @@ def test_generations_that_break_within_a_local_sgd_round_end_the_run(
             raise PeerLostError("lost")
 
     with pytest.raises(PeerLostError):
-        train(job, membership, cache_windows, CPU, Hooks(after_step=break_generation))
+        train(WorkerContext(job, membership, cache_windows, CPU, Hooks(after_step=break_generation)))
     assert membership.generations <= 1 + _MAX_BROKEN_GENERATIONS

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ray_app.devices import kind_of
-from ray_app.reduction.base import TreeSum, add_lists, tree_parents
 from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.sharded import DeterministicShardedReducer
+from ray_app.reduction.tree import TreeSum, add_lists, tree_parents
 from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group, use_interface_of_host
 from tests.support.fake_cuda import DEVICE, RecordingCuda
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_app.plan.assignment import blocks_by_speed
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.train.step.step_stats import TimeBreakdown
 from ray_app.train.stragglers import Straggler, StragglerDetector
 

@@ -20,7 +20,7 @@ from ray.actor import ActorHandle
 
 from ray_app.channel import connect
 from ray_app.config.config import Config
-from ray_app.errors import unwrap_app_error
+from ray_app.errors import SilentActorError, unwrap_app_error
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
 from ray_app.train.checkpointing.persistence import SnapshotSender
@@ -135,17 +135,20 @@ class CoordinatorActor(Coordinator):
 
     Args:
         job: The run.
+        rendezvous: The `RendezvousHandle` of the run, in a package above this one.
         servers: Names of the parameter servers.
         snapshot_actors: Handles of the snapshot actors.
         hooks: Callbacks for fault tests.
     """
 
-    def __init__(self, job: Job, servers: list[str], snapshot_actors: list[ActorHandle], hooks: Hooks) -> None:
+    def __init__(
+        self, job: Job, rendezvous: Any, servers: list[str], snapshot_actors: list[ActorHandle], hooks: Hooks
+    ) -> None:
         register_secrets(job.config.to_dict())
         handles = tuple(map(ray.get_actor, servers))
         super().__init__(job, RayServers(handles), SnapshotSender(snapshot_actors), hooks)
         self._calls = {handle: (handle.well.remote(), time.monotonic()) for handle in handles}
-        self._rendezvous = ray.get_actor(job.rendezvous)
+        self._rendezvous = rendezvous
         # Each monitor has a thread, because the first may wait for a server that hangs, and for the storage.
         for monitor in (self._monitor_workers, self._monitor_servers, self._pause_watchdog):
             threading.Thread(target=self._repeat, args=(monitor,), name="watch", daemon=True).start()
@@ -154,11 +157,11 @@ class CoordinatorActor(Coordinator):
         pause = threading.Event()
         while not pause.wait(_MONITOR_S):
             # The rendezvous may be restarting.
-            with suppress(ray.exceptions.RayError):
-                monitor(ray.get(self._rendezvous.status.remote()))
+            with suppress(ray.exceptions.RayError, SilentActorError):
+                monitor(self._rendezvous.status())
 
     def _monitor_workers(self, status: RendezvousStatus) -> None:
-        self.update_workers(status.live | status.leaving, status.waiting is not None, status.stopping)
+        self.update_workers(status.live | status.draining, status.waiting is not None, status.stopping)
 
     def _monitor_servers(self, status: RendezvousStatus) -> None:
         """Ends servers that hang, before the workers count as stalled; Ray restarts them.
@@ -178,7 +181,7 @@ class CoordinatorActor(Coordinator):
         """Pauses the step watchdog while all workers wait for the storage or the servers' state."""
         del status
         if self.is_waiting:
-            ray.get(self._rendezvous.pause_watchdog.remote())
+            self._rendezvous.pause_watchdog()
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,9 @@ def server_names(paths: RunPaths, fence: int, servers: int) -> list[str]:
     return [f"server-{paths.unique_name}-{fence}-{i}" for i in range(servers)]
 
 
-def start_parameter_service(job: Job, snapshot_actors: list[ActorHandle], hooks: Hooks) -> ParameterService:
+def start_parameter_service(
+    job: Job, rendezvous: Any, snapshot_actors: list[ActorHandle], hooks: Hooks
+) -> ParameterService:
     """Starts the servers on nodes with the labels of workers, and the coordinator on this node, where the driver is."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -233,4 +238,4 @@ def start_parameter_service(job: Job, snapshot_actors: list[ActorHandle], hooks:
     # Each worker that waits for a unit takes a thread.
     options["max_concurrency"] = config.logical_workers + 8
     coordinator_class = ray.remote(CoordinatorActor).options(name=f"parameters-{name}", **options)
-    return ParameterService(coordinator_class.remote(job, names, snapshot_actors, hooks), servers)
+    return ParameterService(coordinator_class.remote(job, rendezvous, names, snapshot_actors, hooks), servers)

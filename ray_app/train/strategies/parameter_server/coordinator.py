@@ -28,7 +28,8 @@ from ray_app.checkpoint.format import pack, unpack
 from ray_app.devices import HOST
 from ray_app.errors import NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, total_norm
+from ray_app.reduction.reducer import total_norm
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task import environment
 from ray_app.train.checkpointing.persistence import SnapshotSender
@@ -36,7 +37,7 @@ from ray_app.train.checkpointing.step_log import StepLog, restore_state
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
 from ray_app.train.state.state import NO_STATE, TrainingState
-from ray_app.train.step.step_stats import check_same_metrics, combine_stats
+from ray_app.train.step.step_stats import check_same_metrics, combine_stats, metric_keys
 from ray_app.train.strategies.parameter_server.layout import Layout, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import (
     CoordinatorReply,
@@ -193,10 +194,10 @@ class Coordinator:
         """Ends a step, after every unit of it is done: `table` has the result of each logical worker."""
         cursor, unit_results = Cursor.at(step, self._plan.steps_per_epoch), [table[v] for v in sorted(table)]
         stats, planned = [unit_result.stats for unit_result in unit_results], self._plan.global_rows(cursor.step)
-        check_same_metrics(tuple(sorted(replica.metrics)) for replica in stats if replica.rows)
+        check_same_metrics(metric_keys(stats))
         result = combine_stats(stats)
         result.check_rows(cursor, planned)
-        result = result.over_weight(planned)
+        result = result.rescale_to_weight(planned)
         if self._synchronous:
             result = result._replace(
                 grad_norm=self._apply(cursor, step, planned / result.weight if result.weight else 0.0)

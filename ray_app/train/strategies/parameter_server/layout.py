@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import gradient_norms
+from ray_app.reduction.reducer import gradient_norms
 from ray_app.train.state.parameters import ordered_parameters
 
 _ALIGNED = 64
@@ -108,12 +108,9 @@ def to_bytes(tensors: list[Tensor]) -> Bytes:
 def from_bytes(data: Bytes, like: list[Tensor]) -> list[Tensor]:
     """Returns the tensors in an array of `to_bytes`, sharing its memory; `like` has their types and shapes."""
     parts = torch.from_numpy(data).split([t.numel() * t.element_size() for t in like])
-    return [_aligned(part).view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
-
-
-def _aligned(part: Tensor) -> Tensor:
-    """Returns bytes that can be viewed as any type: a copy if their address is not a multiple of 8."""
-    return part if part.storage_offset() % 8 == 0 else part.clone()
+    # Bytes can be viewed as any type only if their address is a multiple of 8.
+    aligned = (part if part.storage_offset() % 8 == 0 else part.clone() for part in parts)
+    return [part.view(t.dtype).view(t.shape) for part, t in zip(aligned, like, strict=True)]
 
 
 _MIN_PART_BYTES = 256 << 10

@@ -19,7 +19,8 @@ from ray_app.checkpoint.format import pack, unpack
 from ray_app.config.config import Config
 from ray_app.devices import HOST
 from ray_app.errors import DataError
-from ray_app.reduction.base import TreeSum, gradient_norms, scale_and_clip, tree_parents
+from ray_app.reduction.reducer import gradient_norms, scale_and_clip
+from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.train.state.state import Placement, TrainingState
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,13 +17,14 @@ from ray_app.data.feed import Feed
 from ray_app.data.windows import MicroBatch
 from ray_app.errors import TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World, gradient_norms, total_norm
+from ray_app.reduction.reducer import gradient_norms, total_norm
+from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Task
 from ray_app.task.losses import ZERO_SUMS, sum_losses
 from ray_app.torch_private import foreach_mul_, run_backward
-from ray_app.train.job import Hooks, Job, OpenWindows
-from ray_app.train.membership import Flags, Membership, Phase
+from ray_app.train.context import WorkerContext
+from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, raise_non_finite
 from ray_app.train.step.step_stats import NO_TIME, ReplicaStats, StepResult, make_replica_stats
@@ -46,36 +48,20 @@ class ParameterWorker:
     """Computes units of a run with parameter servers.
 
     Args:
-        job: The run to train.
+        context: The run and the surroundings of this worker.
         name: Name of this worker.
         ask: Asks the coordinator for the next unit.
         servers: The parameter servers.
-        membership: Gets reports of this worker's phases and steps.
-        open_windows: Opens the training data.
-        device: Device to compute on.
-        hooks: Callbacks for fault tests.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        name: str,
-        ask: Ask,
-        servers: Servers,
-        membership: Membership,
-        open_windows: OpenWindows,
-        device: torch.device,
-        hooks: Hooks = Hooks(),
-    ) -> None:
+    def __init__(self, context: WorkerContext, name: str, ask: Ask, servers: Servers) -> None:
+        job, device = context.job, context.device
         environment.set_up_torch(job.config, device)
-        self._job = job
+        self._context, self._job = context, job
         self._name = name
         self._ask = ask
         self._servers = servers
-        self._membership = membership
-        self._open = open_windows
-        self._device = device
-        self._hooks = hooks
+        self._membership = context.membership
         self._staleness = job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
         # Servers have only trained parameters, so the frozen ones are loaded here.
@@ -146,8 +132,8 @@ class ParameterWorker:
             return None
         if self._staleness:
             self._load_parameters(unit, [pulled for _, pulled in pushed])
-        if self._hooks.after_step is not None:
-            self._hooks.after_step(self._rank, unit.step + 1)
+        if self._context.hooks.after_step is not None:
+            self._context.hooks.after_step(self._rank, unit.step + 1)
         return UnitResult(unit, stats, pushed[0][0], wait_s)
 
     def _is_fresh(self, unit: Unit) -> bool:
@@ -168,8 +154,8 @@ class ParameterWorker:
         """Returns the rows of a unit, and the seconds that the worker waited for them."""
         v = unit.logical_worker
         if v not in self._streams:
-            feed = Feed(self._job.plan, lambda cursor, assigned: self._open(self._job, cursor, assigned), self._device)
-            self._streams[v] = _DataStream(feed)
+            open_windows = partial(self._context.open_windows, self._job)
+            self._streams[v] = _DataStream(Feed(self._job.plan, open_windows, self._context.device))
         stream = self._streams[v]
         if stream.step != unit.step:
             stream.feed.seek(cursor, range(v, v + 1))
@@ -180,8 +166,8 @@ class ParameterWorker:
 
     def _enter(self, phase: Phase) -> None:
         self._membership.enter(phase)
-        if self._hooks.at is not None:
-            self._hooks.at(phase, self._rank, self._finished_steps)
+        if self._context.hooks.at is not None:
+            self._context.hooks.at(phase, self._rank, self._finished_steps)
 
 
 class _UnitStep:

@@ -24,6 +24,7 @@ SCRIPT = """
 import ray, sys
 from pathlib import Path
 from ray_app import run_training
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
 from ray_app.config.config import from_yaml
 from ray_app.drill.cluster import open_drill_cluster
 from ray_app.drill.faults import HookChain
@@ -39,9 +40,9 @@ class Nodes:
     drained = lost = False
 
     def __call__(self, job):
-        rendezvous = ray.get_actor(job.rendezvous)
+        rendezvous = RendezvousHandle(ray.get_actor(job.rendezvous))
         if not self.drained and read_events(job.paths, "checkpointed"):
-            beats = ray.get(rendezvous.workers.remote())
+            beats = rendezvous.workers()
             if len(beats) == 2:
                 nodes.drain_node(beats[1].node, 60)
                 self.drained = True

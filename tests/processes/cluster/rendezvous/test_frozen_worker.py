@@ -1,4 +1,4 @@
-"""A worker that was evicted while it was frozen exits when it wakes: real rendezvous and SIGSTOP, without Ray."""
+"""A worker that was removed while it was frozen exits when it wakes: real rendezvous and SIGSTOP, without Ray."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,46 @@ class _TestedThread(RendezvousThread):
         self.now_s = 1000.0
         super().__init__(lambda: self.now_s)
 
-    async def check_liveness(self) -> None:
+    def check_liveness(self) -> None:
         """Makes the rendezvous check which workers are silent."""
-        self.rendezvous.check_liveness(self.now_s)
+        self.call(self.rendezvous.check_liveness, self.now_s)
 
 
 @pytest.fixture
-def meeting() -> Iterator[_TestedThread]:
-    meeting = _TestedThread()
-    yield meeting
-    meeting.close()
+def thread() -> Iterator[_TestedThread]:
+    thread = _TestedThread()
+    yield thread
+    thread.close()
 
 
 @pytest.fixture
-def worker(meeting: _TestedThread, tmp_path: Path) -> Iterator[Any]:
-    process = make_context().Process(target=_run_worker, args=(meeting.remote, tmp_path / "run"), daemon=True)
+def worker(thread: _TestedThread, tmp_path: Path) -> Iterator[Any]:
+    process = make_context().Process(target=_run_worker, args=(thread.remote, tmp_path / "run"), daemon=True)
     process.start()
-    wait_until(lambda: meeting.member("a") is not None, "no heartbeat")
+    wait_until(lambda: thread.member("a") is not None, "no heartbeat")
     yield process
     process.kill()
+
+
+@pytest.mark.parametrize("error", [OSError("no route"), ValueError("a message that nobody expects"), MemoryError()])
+def test_heartbeats_continue_after_any_error(
+    thread: _TestedThread, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    errors = [error, error]
+
+    @dataclass(frozen=True)
+    class Failing(RemoteRendezvous):
+        def address_and_secret(self) -> tuple[tuple[str, int], str]:
+            if errors:
+                raise errors.pop()
+            return super().address_and_secret()
+
+    use_without_ray(monkeypatch, "b")
+    remote: Any = Failing(thread.remote.address, thread.remote.secret, thread.remote.calls)
+    rendezvous_client = client.RendezvousClient(remote, 4, torch.device("cpu"), "gloo", RunPaths(tmp_path), 1)
+    wait_until(lambda: thread.member("b") is not None, "no heartbeat")
+    rendezvous_client.close()
+    assert errors == []
 
 
 def _freeze(worker: Any) -> None:
@@ -73,57 +95,57 @@ def _freeze(worker: Any) -> None:
     )
 
 
-def test_a_worker_evicted_while_frozen_exits_when_it_wakes(meeting: _TestedThread, worker: Any) -> None:
+def test_a_worker_removed_while_frozen_exits_when_it_wakes(thread: _TestedThread, worker: Any) -> None:
     _freeze(worker)
-    meeting.now_s += SILENCE_S + 1
-    meeting.run(meeting.check_liveness())
-    assert set(meeting.rendezvous._lost) == {"a"}, "a silent worker is declared lost"
-    meeting.run(meeting.rendezvous.evict({"a"}))
+    thread.now_s += SILENCE_S + 1
+    thread.check_liveness()
+    assert thread.lost() == ["a"], "a silent worker is declared lost"
+    thread.call(thread.rendezvous.remove, {"a"})
     os.kill(worker.pid, signal.SIGCONT)
     worker.join(60)
-    assert worker.exitcode == 1, "the evicted worker continues"
+    assert worker.exitcode == 1, "the removed worker continues"
 
 
-def test_flags_are_pushed_at_once_between_rare_heartbeats(meeting: _TestedThread, worker: Any) -> None:
-    """A heartbeat is due every 1,000 s; a flag reaches the worker before, and it exits since it was evicted."""
-    meeting.run(meeting.rendezvous.set_expected(1_000_000))
-    member = meeting.member("a")
+def test_flags_are_pushed_at_once_between_rare_heartbeats(thread: _TestedThread, worker: Any) -> None:
+    """A heartbeat is due every 1,000 s; a flag reaches the worker before, and it exits since it is told to."""
+    thread.call(thread.rendezvous.set_expected, 1_000_000)
+    member = thread.member("a")
     wait_until(lambda: member.period_s == 1000, "the worker's heartbeat interval was not raised")
     heartbeat_s = member.heartbeat_s
-    meeting.now_s += 500
-    meeting.run(meeting.check_liveness())
-    assert meeting.rendezvous._lost == {}, "the worker is lost although its next heartbeat is not due yet"
+    thread.now_s += 500
+    thread.check_liveness()
+    assert thread.lost() == [], "the worker is lost although its next heartbeat is not due yet"
     member.exit = True
-    meeting.run(meeting.rendezvous.raise_flags(Flags.STOP))
+    thread.call(thread.rendezvous.raise_flags, Flags.STOP)
     worker.join(60)
     assert (worker.exitcode, member.heartbeat_s) == (1, heartbeat_s), (
         "the worker got the flag with the reply to a heartbeat, not at once"
     )
 
 
-def test_a_killed_process_is_declared_lost_at_once(meeting: _TestedThread, worker: Any) -> None:
+def test_a_killed_process_is_declared_lost_at_once(thread: _TestedThread, worker: Any) -> None:
     worker.kill()
-    wait_until(lambda: set(meeting.rendezvous._lost) == {"a"}, "the rendezvous did not notice the end of the process")
-    assert meeting.server.connections == {}
+    wait_until(lambda: thread.lost() == ["a"], "the rendezvous did not notice the end of the process")
+    assert thread.server.connections == {}
 
 
-def test_a_connection_without_the_secret_is_ignored(meeting: _TestedThread) -> None:
-    with socket.create_connection(meeting.remote.address, timeout=60) as connection:
+def test_a_connection_without_the_secret_is_ignored(thread: _TestedThread) -> None:
+    with socket.create_connection(thread.remote.address, timeout=60) as connection:
         connection.sendall(b"s" * 32 + pack_frame(encode(Heartbeat("b", "node", LOCALHOST, 1))))
         with suppress(ConnectionResetError):
             while connection.recv(64):
                 continue
-    assert meeting.rendezvous._members.get("b") is None
+    assert thread.member("b") is None
 
 
 @pytest.mark.parametrize("sent", [b"no JSON", b"[1, 2]", b"{}"])
 def test_a_connection_without_heartbeats_is_closed_and_others_stay(
-    meeting: _TestedThread, worker: Any, sent: bytes
+    thread: _TestedThread, worker: Any, sent: bytes
 ) -> None:
-    with connect(meeting.remote.address, meeting.remote.secret, 60) as connection:
+    with connect(thread.remote.address, thread.remote.secret, 60) as connection:
         connection.sendall(pack_frame(sent))
         with suppress(ConnectionResetError):
             assert connection.recv(1) == b""
-    assert [member.heartbeat.worker for member in meeting.rendezvous._members] == ["a"]
-    assert set(meeting.server.connections) == {"a"}
+    assert thread.call(thread.rendezvous.status).live == {"a"}
+    assert set(thread.server.connections) == {"a"}
     assert worker.is_alive()

@@ -9,7 +9,7 @@ import torch
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.devices import HOST
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.testing import KilledError, WorkerPool
 from ray_app.train.checkpointing.persistence import keeps_copies
 from ray_app.train.job import Hooks

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot, pack
 from ray_app.config.config import Config
-from ray_app.reduction.base import World
 from ray_app.reduction.transport import receive
+from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool, digest_tensors
 from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState

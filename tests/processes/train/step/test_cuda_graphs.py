@@ -9,7 +9,6 @@ import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ray_app.config.config import Config
 from ray_app.errors import ConfigError
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
-from ray_app.task.losses import Losses
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
@@ -176,14 +175,11 @@ class FailingGraphs(RecordedGraphs):
 
 
 def _make_small_graphs(graphs: RecordedGraphs, device: str = "cpu", draws: bool = False) -> CudaGraphs:
-    model: Any = nn.Linear(3, 1)
-
-    def losses_of(fields: Batch, rows: int) -> Losses:
+    def loss(model: nn.Module, fields: Batch) -> Tensor:
         losses = model(fields["x"]).square().sum(1)
-        return Losses(losses * torch.rand(()) if draws else losses)
+        return losses * torch.rand(()) if draws else losses
 
-    passes: Any = SimpleNamespace(model=model, parameters=list(model.parameters()), losses_of=losses_of)
-    return CudaGraphs(passes, torch.device(device), graphs)
+    return CudaGraphs(graphs, Config(), TinyImages(), torch.device(device), nn.Linear(3, 1), None, loss)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +268,7 @@ def test_a_closed_step_frees_its_graphs(data: Path, tmp_path: Path) -> None:
     with patch("ray_app.train.build.make_graph_backend", lambda device: RecordedGraphs()):
         step = build_step(job, state, World(0, 1, 1), CPU, lambda phase: None)
     step.close()
-    step_reference, graphs_reference = weakref.ref(step), weakref.ref(step.run_pass.__self__)
+    step_reference, graphs_reference = weakref.ref(step), weakref.ref(step.passes)
     gc.disable()
     try:
         del step

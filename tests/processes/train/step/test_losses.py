@@ -17,7 +17,7 @@ from ray_app import Losses, reduce
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_records
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
@@ -373,7 +373,7 @@ def test_values_that_are_reduced_in_some_micro_batches_only_are_refused(data: Pa
     late = tuple(int(row) for row in job.plan.epoch(0).rows_at(1, 2))
     with pytest.raises(
         ConfigError,
-        match=r"sum:ids, sum:late, sum:loss sum and .*sum:ids, sum:loss sum\. Return the same names for every batch",
+        match=r"id, late, loss sum, mean id, odd and .*id, loss sum, mean id, odd\. Return the same names",
     ):
         run_steps(job_of(tmp_path / "run", data, task=Reduced(late)), 3)
 

@@ -22,7 +22,7 @@ from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, NonFiniteError, TaskError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.testing import RankResult, WorkerPool, cache_windows

@@ -3,8 +3,8 @@
 The numbers hold for Python 3.11 and the pinned torch. A change that makes a step more expensive raises them here and
 gives the reason in its commit message; a change that makes it cheaper lowers them. Eighteen calls of a step on several
 workers, two on one, are for straggler detection (`train/stragglers.py`); two check whether parameters are to be
-compared; six keep losses on the device until it has the work of all logical workers (`test_host_syncs.py`); six are for
-the points of `StepHook`. The thread that sends all buckets but the last during backward is not counted.
+compared; six keep losses on the device until it has the work of all logical workers (`test_host_syncs.py`). The thread
+that sends all buckets but the last during backward is not counted.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 475, "torch_operators": 66}, id="small"),
-        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 475, "torch_operators": 66}, id="small, read"),
-        pytest.param(Small, 2, cache_windows, {}, {"python_calls": 764, "torch_operators": 94}, id="small, 2 workers"),
+        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 473, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 473, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 2, cache_windows, {}, {"python_calls": 760, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
             resnet18,
             2,

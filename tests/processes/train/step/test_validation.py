@@ -24,6 +24,7 @@ from ray_app.runlog.evaluations import Evaluation, put_evaluation, read_evaluati
 from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows
+from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -141,11 +142,13 @@ def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, mon
     pauses = list[float]()
     monkeypatch.setattr(time, "sleep", pauses.append)
     train(
-        job,
-        SingleProcessMembership(4, lambda: False),
-        cache_windows,
-        torch.device("cpu"),
-        load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
+        WorkerContext(
+            job,
+            SingleProcessMembership(4, lambda: False),
+            cache_windows,
+            torch.device("cpu"),
+            load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
+        )
     )
     assert (attempts[8], attempts[12]) == (3, validation_module._RETRY.attempts)
     assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "the pauses are not those between the attempts"

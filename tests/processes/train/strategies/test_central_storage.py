@@ -16,7 +16,7 @@ from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import PeerLostError, PreemptedError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch

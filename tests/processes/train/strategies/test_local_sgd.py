@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import PeerLostError
 from ray_app.plan.order import Cursor
-from ray_app.reduction.base import World
+from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification

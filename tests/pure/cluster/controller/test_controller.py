@@ -27,7 +27,7 @@ from ray_app.errors import BudgetSpentError, DeviceFaultError, RepeatedFailureEr
 from ray_app.runlog.journal import StepRecord, read_events
 from ray_app.train.membership import Heartbeat, RendezvousStatus
 
-TRAINS, LEFT = WorkerStatus(running=True), WorkerStatus(running=False)
+TRAINS, EXITED = WorkerStatus(running=True), WorkerStatus(running=False)
 FAILED = WorkerStatus(running=False, error=OSError("lost"))
 # The controller keeps this part of a status such as `FAILED`.
 ENDED = False, FAILED.error
@@ -62,9 +62,8 @@ class FakePendingWorkers:
     """A fake of `PendingWorkers` in which all pending workers are ready."""
 
     def __init__(self) -> None:
-        self.count = self.failed_rounds = self.num_held = 0
+        self.count = self.failed_rounds = 0
         self.started, self.reasons = list[int](), list[str]()
-        self.excluded = list[tuple[str, ...]]()
 
     def __len__(self) -> int:
         return self.count
@@ -76,12 +75,6 @@ class FakePendingWorkers:
         reasons, self.reasons = self.reasons, []
         self.count -= len(reasons)
         return reasons
-
-    def exclude(self, device: tuple[str, ...]) -> None:
-        self.excluded.append(device)
-
-    def include_all_devices(self) -> None:
-        self.excluded, self.num_held = [], 0
 
     def limit_to(self, max_pending: int) -> None:
         self.count = min(self.count, max_pending)
@@ -108,10 +101,10 @@ class FakeRendezvous:
     def set_expected(self, *expected: Any) -> None:
         self.calls.append(expected)
 
-    def drain(self, leaving: set[str]) -> None:
-        self.leaving = leaving
+    def drain(self, draining: set[str]) -> None:
+        self.draining = draining
 
-    def evict(self, workers: frozenset[str]) -> None:
+    def remove(self, workers: frozenset[str]) -> None:
         self.calls.append(sorted(workers))
 
 
@@ -128,11 +121,10 @@ class ControllerHarness:
             draining_nodes=frozenset(), excluded_nodes=(), suspected=set(), include_all_nodes=lambda: None
         )
         self.policy.suspect = self.policy.suspected.update
-        self.policy.possible_workers = lambda current: self.possible - self.held_slots
-        self.policy.set_held_slots = lambda count: setattr(self, "held_slots", count)
-        self.policy.exclude_node = lambda node: setattr(self.policy, "excluded_nodes", (node,))
+        self.policy.possible_workers = lambda current: self.possible
+        self.policy.exclude_node = self._exclude_node
         self.policy.capacity_without = lambda node, current: 1
-        self.possible, self.held_slots = 3, 0
+        self.possible = 3
         self.now_s = 1000.0
         self.group = None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda s: None))
@@ -146,6 +138,10 @@ class ControllerHarness:
         collaborators: Any = (config, self.rendezvous, self.budget, self.pending, slot, self.abandoned, self.policy)
         self.controller: Any = ElasticController(*collaborators)
         self.controller._worker_group, self.controller._run_attempt_id = None, "attempt"
+
+    def _exclude_node(self, node: str) -> bool:
+        self.policy.excluded_nodes = (*self.policy.excluded_nodes, node)
+        return True
 
     @staticmethod
     async def _poll(controller: Any) -> WorkerGroupPollStatus:
@@ -201,18 +197,18 @@ def test_a_standby_worker_joins_at_the_first_poll_after_a_failure(tmp_path: Path
     assert harness.pending.started == [1], "another standby worker starts for the one that has joined"
 
 
-def test_a_worker_that_left_a_draining_node_is_dropped_and_replaced_in_the_same_poll(
+def test_a_worker_on_a_draining_node_is_dropped_and_replaced_in_the_same_poll(
     harness: ControllerHarness,
 ) -> None:
     harness.policy.draining_nodes, harness.pending.count = frozenset("b"), 1
-    assert harness.poll(FakeGroup(a=TRAINS, b=LEFT, c=TRAINS)) == ["a", "c", "new0"]
+    assert harness.poll(FakeGroup(a=TRAINS, b=EXITED, c=TRAINS)) == ["a", "c", "new0"]
     assert harness.events("failed", "preempted") == [("preempted", {"number": 1, "workers": 1, "step": 7, "left": 2})]
-    assert harness.rendezvous.leaving == {"b"}
+    assert harness.rendezvous.draining == {"b"}
 
 
-def test_a_worker_that_left_while_another_failed_is_charged_as_a_preemption(harness: ControllerHarness) -> None:
+def test_a_worker_that_exited_while_another_failed_is_charged_as_a_preemption(harness: ControllerHarness) -> None:
     harness.policy.draining_nodes = frozenset("a")
-    assert harness.poll(FakeGroup(a=LEFT, b=FAILED, c=TRAINS)) == ["c"]
+    assert harness.poll(FakeGroup(a=EXITED, b=FAILED, c=TRAINS)) == ["c"]
     charged = [(kind, details["left"]) for kind, details in harness.events("failed", "preempted")]
     assert charged == [("failed", 2), ("preempted", 1)]
 
@@ -260,10 +256,10 @@ def test_the_only_worker_that_is_declared_lost_is_replaced(harness: ControllerHa
 
 def test_no_worker_joins_at_the_end_of_a_run(harness: ControllerHarness) -> None:
     harness.pending.count, harness.now_s = 1, harness.now_s + 60
-    assert harness.poll(FakeGroup(a=LEFT, b=TRAINS)) == ["a", "b", "new0"]
+    assert harness.poll(FakeGroup(a=EXITED, b=TRAINS)) == ["a", "b", "new0"]
     assert harness.rendezvous.calls[-1] == (3, None, True)
     harness.pending.count = 1
-    assert harness.poll(FakeGroup(a=LEFT, b=LEFT)) == ["a", "b"]
+    assert harness.poll(FakeGroup(a=EXITED, b=EXITED)) == ["a", "b"]
     assert harness.pending.started == []
 
 
@@ -290,7 +286,7 @@ def test_a_worker_that_stays_slow_is_evicted_once(tmp_path: Path, monkeypatch: p
     poll({"1": 3.0}, 100)
     [(_, details)] = harness.events("evicted")
     assert (details["rank"], details["pid"], details["step"]) == (1, 5, 8)
-    assert (harness.rendezvous.leaving, harness.policy.excluded_nodes) == ({"b"}, ("b",))
+    assert (harness.rendezvous.draining, harness.policy.excluded_nodes) == ({"b"}, ("b",))
     poll({"1": 3.0}, 100)
     assert len(harness.events("evicted")) == 1
 
@@ -364,25 +360,15 @@ def test_the_remaining_workers_continue_in_the_state_that_ray_polls(harness: Con
     assert FailureSection().max_failures == 5, "the default budget allows the failure that `decide` charged"
 
 
-def test_a_device_that_has_failed_twice_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_node_of_a_device_that_has_failed_twice_is_excluded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = ControllerHarness(tmp_path, monkeypatch, failure__max_failures=-1)
     fault = DeviceFaultError("CUDA error: an illegal memory access was encountered", "cuda NVIDIA H200, 5fd4", "node-b")
-    failed = WorkerStatus(running=False, error=fault)
-    group = FakeGroup(a=TRAINS, b=failed, c=failed)
-    for excluded in ([], [("b", "0"), ("c", "0")]):
+    group = FakeGroup(a=TRAINS, b=WorkerStatus(running=False, error=fault), c=TRAINS)
+    for excluded in ((), ("b",)):
         group.workers = ["a", "b", "c"]
         harness.poll(group)
-        assert harness.pending.excluded == excluded
+        assert harness.policy.excluded_nodes == excluded
     details = {"name": "node-b", "device": "cuda NVIDIA H200, 5fd4", "times": 2}
-    assert harness.events("device_excluded") == [("device_excluded", details)] * 2
-
-
-@pytest.mark.parametrize(("possible", "started", "slots"), [(3, [1], 1), (1, [], 0)])
-def test_an_excluded_device_is_used_again_if_a_run_would_wait_for_another(
-    harness: ControllerHarness, possible: int, started: list[int], slots: int
-) -> None:
-    """Of three devices one is excluded, so that the second worker starts on another; a run with one device uses it."""
-    harness.possible, harness.pending.num_held = possible, 1
-    harness.now_s += 60
-    harness.poll(FakeGroup(a=TRAINS))
-    assert (harness.pending.started, harness.pending.num_held) == (started, slots)
+    assert harness.events("node_excluded") == [("node_excluded", details)]

@@ -30,9 +30,9 @@ from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import Heartbeat
 from tests.support.paths import ROOT
 
-ERROR = PreemptedError("all leave")
+ERROR = PreemptedError("all are drained")
 TRAINS: dict[str, Any] = {}
-LEFT = {"is_running": False}
+EXITED = {"is_running": False}
 FAILED = {"is_running": False, "error": ERROR}
 
 
@@ -43,7 +43,7 @@ def state_of(workers: dict[str, dict[str, Any]] | int = 0, config: dict[str, Any
     if isinstance(workers, int):
         workers = dict.fromkeys("abcdefgh"[:workers], TRAINS)
     states = tuple(WorkerState(name, name, **of) for name, of in workers.items())
-    fields = {"has_group": bool(workers), "since_change_s": 60.0} | fields
+    fields = {"has_worker_group": bool(workers), "since_change_s": 60.0} | fields
     return ControllerState(Config().replace(**settings), workers=states, **fields)
 
 
@@ -52,7 +52,7 @@ def slow(worker: str, slowdown: float, is_replaceable: bool = True) -> SlowWorke
 
 
 def name_of(state: ControllerState) -> str:
-    return next(row.name for row in TRANSITIONS if row.guard(state))
+    return next(row.name for row in TRANSITIONS if row.decide(state) is not None)
 
 
 STATES: list[tuple[str, ControllerState, Decision]] = [
@@ -63,40 +63,25 @@ STATES: list[tuple[str, ControllerState, Decision]] = [
     (
         "drop failed",
         state_of({"a": TRAINS, "b": FAILED}),
-        Drop(frozenset("b"), "it failed, or it left while others failed", {1: ERROR}),
+        Drop(frozenset("b"), "it failed, or it exited while others failed", {1: ERROR}),
     ),
     (
         "drop drained",
-        state_of({"a": LEFT, "b": TRAINS}, draining_nodes=frozenset("a")),
+        state_of({"a": EXITED, "b": TRAINS}, draining_nodes=frozenset("a")),
         Drop(frozenset("a"), "its node goes away", preempted=1),
     ),
     (
         "drop evicted",
-        state_of({"a": LEFT, "b": TRAINS}, evicted=frozenset("a")),
+        state_of({"a": EXITED, "b": TRAINS}, evicted=frozenset("a")),
         Drop(frozenset("a"), "it was a straggler"),
     ),
-    ("finish", state_of({"a": LEFT, "b": LEFT}, possible=4, ready=2), Finish()),
+    ("finish", state_of({"a": EXITED, "b": EXITED}, possible=4, ready=2), Finish()),
     (
         "evict",
         state_of(4, slow=(slow("a", 1.5),)),
         Evict(slow("a", 1.5), "1.5 times as slow as the others for 61 s; another takes its place"),
     ),
-    (
-        "hold",
-        state_of(1, possible=1),
-        Resize(1, 0, 0, "no capacity for more", "1 of at least 2 workers; waiting for capacity"),
-    ),
-    (
-        "replace",
-        state_of(3, possible=4, pending=1, ready=1, unreplaced=1),
-        Resize(4, 1, 0, "a worker would run 1 logical workers instead of 2"),
-    ),
-    (
-        "grow",
-        state_of(2, possible=4, pending=2, ready=2),
-        Resize(4, 2, 0, "a worker would run 1 logical workers instead of 2"),
-    ),
-    ("keep", state_of(4, possible=4), Resize(4, 0, 0, "as many as configured")),
+    ("resize", state_of(4, possible=4), Resize(4, 0, 0, "as many as configured")),
 ]
 
 
@@ -112,7 +97,7 @@ def test_a_worker_that_was_declared_lost_is_dropped_after_a_while() -> None:
     assert (name_of(silent), decision.workers, decision.reason) == ("drop silent", {"b"}, "no heartbeat for 5 s")
     [(position, error)] = decision.errors.items()
     assert (position, type(error)) == (1, ConnectionError)
-    assert name_of(state_of({"a": TRAINS, "b": {"lost_for_s": 1.9}}, possible=2)) == "keep"
+    assert name_of(state_of({"a": TRAINS, "b": {"lost_for_s": 1.9}}, possible=2)) == "resize"
 
 
 def test_the_tests_and_the_page_name_all_rows_of_the_table() -> None:
@@ -126,16 +111,16 @@ def test_the_tests_and_the_page_name_all_rows_of_the_table() -> None:
 @pytest.mark.parametrize(
     ("workers", "draining", "evicted", "stay", "preempted"),
     [
-        ({"a": LEFT, "b": FAILED}, {"a", "b"}, set(), None, 0),
-        ({"a": LEFT, "b": FAILED}, set(), {"a"}, None, 0),
-        ({"a": LEFT, "b": FAILED, "c": TRAINS}, {"a"}, set(), ["c"], 1),
-        ({"a": LEFT, "b": FAILED, "c": TRAINS}, set(), {"a"}, ["c"], 0),
+        ({"a": EXITED, "b": FAILED}, {"a", "b"}, set(), None, 0),
+        ({"a": EXITED, "b": FAILED}, set(), {"a"}, None, 0),
+        ({"a": EXITED, "b": FAILED, "c": TRAINS}, {"a"}, set(), ["c"], 1),
+        ({"a": EXITED, "b": FAILED, "c": TRAINS}, set(), {"a"}, ["c"], 0),
         ({"a": TRAINS, "b": FAILED}, {"a"}, set(), ["a"], 0),
-        # It left because it has done all steps.
-        ({"a": LEFT, "b": FAILED}, set(), set(), ["a"], 0),
+        # It exited because it has done all steps.
+        ({"a": EXITED, "b": FAILED}, set(), set(), ["a"], 0),
     ],
 )
-def test_a_worker_that_has_left_does_not_count_as_running(
+def test_a_worker_that_has_exited_does_not_count_as_running(
     workers: dict[str, dict[str, Any]], draining: set[str], evicted: set[str], stay: list[str] | None, preempted: int
 ) -> None:
     """A `stay` of None means that all restart. If all workers ended without an error, the run ends at the next poll."""
@@ -149,8 +134,8 @@ def test_a_worker_that_has_left_does_not_count_as_running(
         assert (decision.errors, decision.preempted) == ({1: ERROR}, preempted)
 
 
-def test_only_a_worker_that_left_without_drain_or_eviction_shows_the_end_of_the_run() -> None:
-    state = state_of({"a": LEFT, "b": LEFT, "c": TRAINS}, draining_nodes=frozenset("a"), evicted=frozenset("b"))
+def test_only_a_worker_that_exited_without_drain_or_eviction_shows_the_end_of_the_run() -> None:
+    state = state_of({"a": EXITED, "b": EXITED, "c": TRAINS}, draining_nodes=frozenset("a"), evicted=frozenset("b"))
     assert not state.is_run_over
     assert replace(state, evicted=frozenset()).is_run_over
 
@@ -170,9 +155,11 @@ def test_below_the_minimum_the_run_waits_and_continues_when_there_is_capacity() 
 
 def test_a_group_without_workers_gets_pending_workers() -> None:
     """All of its former workers were declared lost."""
-    joins = resize_of(0, 2, has_group=True, pending=2, ready=2, unreplaced=2)
+    joins = resize_of(0, 2, has_worker_group=True, pending=2, ready=2)
     assert (joins.workers, joins.joining, joins.waiting_reason) == (2, 2, None)
-    holds = resize_of(0, 1, has_group=True)
+    grows = resize_of(2, 4, pending=2, ready=2)
+    assert (grows.joining, grows.reason) == (2, "a worker would run 1 logical workers instead of 2")
+    holds = resize_of(0, 1, has_worker_group=True)
     assert (holds.joining, holds.waiting_reason) == (0, "0 of at least 2 workers; waiting for capacity")
 
 
@@ -183,7 +170,7 @@ def test_standby_workers_start_with_free_capacity_and_replace_all_lost_workers()
         "one ready worker is below the minimum"
     )
     assert decide(state_of(config=standby, possible=5, ready=2)) == Start(2, may_grow=True)
-    joins = resize_of(3, 5, standby, pending=1, ready=1, unreplaced=1)
+    joins = resize_of(3, 5, standby, pending=1, ready=1)
     assert (joins.joining, joins.pending) == (1, 1), "another standby worker starts for the one that joins"
 
 
@@ -208,11 +195,13 @@ def evict_decision(
     return decision if isinstance(decision, Evict) else None
 
 
-@pytest.mark.parametrize(("slowdown", "leaves"), [(2.1, False), (2.3, True)])
-def test_without_a_replacement_a_straggler_leaves_if_the_others_are_faster(slowdown: float, leaves: bool) -> None:
+@pytest.mark.parametrize(("slowdown", "is_evicted"), [(2.1, False), (2.3, True)])
+def test_without_a_replacement_a_straggler_is_evicted_if_the_others_are_faster(
+    slowdown: float, is_evicted: bool
+) -> None:
     """Without one of four workers, one of the remaining three runs two logical workers: a step takes twice as long."""
     decision = evict_decision(slow("a", slowdown, is_replaceable=False))
-    assert (decision is not None) == leaves
+    assert (decision is not None) == is_evicted
     assert decision is None or decision.reason.endswith("without it a step takes 0.87 of the time")
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 
-from ray_app.cluster.rendezvous.members import MEMBER_TRANSITIONS, Kind, Member, Members, MemberState
+from ray_app.cluster.rendezvous.members import MEMBER_TRANSITIONS, Member, MemberProfile, Members, MemberState
 from ray_app.cluster.rendezvous.rendezvous import FORMING_CONDITIONS, GenerationState, Rendezvous, sort_by_rank
 from ray_app.train.membership import Flags, Heartbeat
 from tests.support.paths import ROOT
 from tests.support.rendezvous_world import KINDS_WITH_PARTITION, RendezvousWorld
+from tests.support.worker_set import WorkerSet
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -52,44 +54,39 @@ def test_the_page_has_the_states_of_a_generation_and_the_conditions_of_the_code(
 @pytest.fixture
 def observed_transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberState, MemberState]]:
     """Records the transitions of members that occur."""
-    transitions, lost = set[tuple[MemberState, MemberState]](), set[str]()
-    change = Members._change_kind
+    transitions = set[tuple[MemberState, MemberState]]()
+    lost, exiting = set[str](), set[str]()
+    change, start = Members._change_profile, Rendezvous.__init__
+    report_exit, remove = Rendezvous.report_exit, Rendezvous.remove
 
-    def watched_change_kind(self: Members, member: Member, kind: Kind | None) -> None:
-        worker, previous = member.heartbeat.worker, member.kind
-        if kind is None and previous is not None:
-            end_state = MemberState.LEFT if worker in leaving else MemberState.LOST
-            transitions.add((previous.state, end_state))
+    def watched_change(self: Members, member: Member, profile: MemberProfile) -> None:
+        worker = member.heartbeat.worker
+        before, after = member.profile.state, profile.state
+        if after is MemberState.LOST:
+            transitions.add((before, MemberState.EXITED if worker in exiting else MemberState.LOST))
             lost.add(worker)
-        elif kind is not None and previous is None and worker in lost:
-            transitions.add((MemberState.LOST, kind.state))
+        elif before is not after and (before is not MemberState.LOST or worker in lost):
+            transitions.add((before, after))
             lost.discard(worker)
-        elif kind is not None and previous is not None and kind.state is not previous.state:
-            transitions.add((previous.state, kind.state))
-        change(self, member, kind)
+        change(self, member, profile)
 
-    leaving = set[str]()
-    leave = Rendezvous.leave
-    evict = Rendezvous.evict
-    start = Rendezvous.__init__
-
-    async def watched_leave(self: Rendezvous, heartbeat: Heartbeat, over: bool = False) -> None:
-        leaving.add(heartbeat.worker)
-        await leave(self, heartbeat, over)
+    def watched_exit(self: Rendezvous, heartbeat: Heartbeat, over: bool = False) -> None:
+        exiting.add(heartbeat.worker)
+        report_exit(self, heartbeat, over)
         lost.discard(heartbeat.worker)
 
-    async def watched_evict(self: Rendezvous, workers: set[str]) -> None:
-        await evict(self, workers)
-        transitions.update((MemberState.LOST, MemberState.EVICTED) for worker in workers if worker in lost)
+    def watched_remove(self: Rendezvous, workers: set[str]) -> None:
+        remove(self, workers)
+        transitions.update((MemberState.LOST, MemberState.REMOVED) for worker in workers if worker in lost)
 
-    def watched_start(self: Rendezvous, *arguments: object, **options: object) -> None:
+    def watched_start(self: Rendezvous, *arguments: Any, **options: Any) -> None:
         lost.clear()
-        leaving.clear()
+        exiting.clear()
         start(self, *arguments, **options)
 
-    monkeypatch.setattr(Members, "_change_kind", watched_change_kind)
-    monkeypatch.setattr(Rendezvous, "leave", watched_leave)
-    monkeypatch.setattr(Rendezvous, "evict", watched_evict)
+    monkeypatch.setattr(Members, "_change_profile", watched_change)
+    monkeypatch.setattr(Rendezvous, "report_exit", watched_exit)
+    monkeypatch.setattr(Rendezvous, "remove", watched_remove)
     monkeypatch.setattr(Rendezvous, "__init__", watched_start)
     return transitions
 
@@ -119,33 +116,25 @@ def test_members_make_exactly_the_transitions_of_the_table(
 
 
 def test_a_generation_passes_through_its_states() -> None:
-    now = [0.0]
-    rendezvous = Rendezvous(5.0, None, lambda: now[0], min_workers=1)
-
-    def beat(name: str, **fields: object) -> None:
-        rendezvous.handle_heartbeat(Heartbeat(name, "node", "host", 1, **fields))
-
-    def call(coroutine: object) -> None:
-        with pytest.raises(StopIteration):
-            coroutine.send(None)  # type: ignore[attr-defined]
-
+    workers = WorkerSet()
+    rendezvous = workers.rendezvous
     states = [rendezvous.generation_state]
-    call(rendezvous.set_expected(2, "1 of at least 2 workers"))
+    rendezvous.set_expected(2, "1 of at least 2 workers")
     states.append(rendezvous.generation_state)
-    call(rendezvous.set_expected(2))
+    rendezvous.set_expected(2)
     for name in "ab":
-        beat(name, wait_number=1)
+        workers.join(name)
         states.append(rendezvous.generation_state)
-    for name, rank in (("a", 0), ("b", 1)):
-        beat(name, generation=1, rank=rank, step=0, phase="forming")
-    states.append(rendezvous.generation_state)
-    for name, rank in (("a", 0), ("b", 1)):
-        beat(name, generation=1, rank=rank, step=1, phase="compute")
-    states.append(rendezvous.generation_state)
+    workers.formed(step=0)
+    for phase in ("forming", "compute"):
+        for name in "ab":
+            workers.beat(name, phase=phase)
+        states.append(rendezvous.generation_state)
     rendezvous.on_disconnect("b")
     states.append(rendezvous.generation_state)
-    call(rendezvous.leave(Heartbeat("a", "node", "host", 1, generation=1, step=1), over=True))
-    call(rendezvous.raise_flags(Flags.STOP))
+    rendezvous.report_exit(workers.heartbeats["a"], over=True)
+    rendezvous.raise_flags(Flags.STOP)
+    states.append(rendezvous.generation_state)
     assert [state.value for state in states] == [
-        *("gathering", "paused", "gathering", "stepping", "forming", "stepping", "broken")
+        *("gathering", "paused", "gathering", "stepping", "forming", "stepping", "broken", "broken")
     ]

@@ -2,601 +2,431 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ray_app.cluster.rendezvous.rendezvous import Rendezvous
-from ray_app.train.membership import Flags, GenerationInfo, Heartbeat, HeartbeatReply
-
-SILENCE_S = 5.0
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
+from ray_app.train.membership import Flags
+from tests.support.worker_set import SILENCE_S, WorkerSet, make_heartbeat
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return CLOCK
+def workers() -> WorkerSet:
+    return WorkerSet()
 
 
-def worker(name: str, **fields: Any) -> Heartbeat:
-    return replace(Heartbeat(name, f"node-{name}", "host", ord(name)), **fields)
+def test_the_first_generation_waits_for_all_expected_workers(workers: WorkerSet) -> None:
+    workers.rendezvous.set_expected(3)
+    workers.join("ab")
+    workers.now_s += 100
+    assert workers.formed() == {}
+    workers.join("c")
+    assert workers.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
 
 
-def in_generation(beat: Heartbeat, formed: GenerationInfo, step: int) -> Heartbeat:
-    fields: Any = {"generation": formed.number, "rank": formed.rank, "step": step, "phase": "compute"}
-    return replace(beat, wait_number=0, lost=False, **fields)
+def test_fewer_workers_than_the_minimum_wait_unless_the_run_stops(workers: WorkerSet) -> None:
+    workers.restart(min_workers=2)
+    workers.start("ab")
+    workers.rendezvous.remove({"b"})
+    workers.rendezvous.set_expected(1)
+    workers.join("a", was_broken=True)
+    workers.now_s += 10 * SILENCE_S
+    workers.rendezvous.check_liveness(workers.now_s - 10 * SILENCE_S)
+    assert workers.formed() == {}
+    workers.join("c")
+    workers.rendezvous.set_expected(2)
+    assert workers.formed() == {"a": (2, 0, 2), "c": (2, 1, 2)}
+    workers.rendezvous.remove({"c"})
+    workers.rendezvous.raise_flags(Flags.STOP)
+    workers.join("a", was_broken=True)
+    assert workers.formed() == {"a": (3, 0, 1)}, "the last worker forms a generation to save the state"
 
 
-class Group:
-    """Workers that join the rendezvous and send heartbeats."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
-        self.beats: dict[str, Heartbeat] = {}
-        self.tickets = 1
-        self.waiting: list[str] = []
-
-    async def join(self, names: str, lost: bool = False) -> None:
-        for name in names:
-            beat = self.beats.setdefault(name, worker(name))
-            self.beats[name] = replace(beat, wait_number=self.tickets, lost=lost)
-            self.tickets += 1
-            await self.beat(name)
-            self.waiting = [*(other for other in self.waiting if other != name), name]
-
-    def formed(self, step: int = 0) -> dict[str, tuple[int, int, int]]:
-        """Returns generation, rank and size for each worker that a generation has formed with."""
-        placements = {}
-        for name in list(self.waiting):
-            result = self.rendezvous.reply_for(name).formed
-            if result is not None:
-                self.beats[name] = in_generation(self.beats[name], result, step)
-                placements[name] = (result.number, result.rank, result.size)
-                self.waiting.remove(name)
-        return placements
-
-    async def beat(self, name: str) -> HeartbeatReply:
-        return self.rendezvous.handle_heartbeat(self.beats[name])
+def test_the_status_reports_too_few_workers_and_the_rest_forms_at_the_end_of_the_run(workers: WorkerSet) -> None:
+    workers.restart(min_workers=2)
+    assert workers.rendezvous.status().waiting is None
+    workers.start("ab")
+    assert workers.rendezvous.status().waiting is None
+    workers.rendezvous.remove({"b"})
+    assert workers.rendezvous.status().waiting == "1 of at least 2 workers; waiting for others"
+    # The rendezvous restarts after b has finished normally.
+    workers.restart(min_workers=2)
+    workers.join("a", was_broken=True)
+    workers.now_s += 10 * SILENCE_S
+    workers.rendezvous.set_expected(2)
+    assert workers.formed() == {}
+    workers.rendezvous.set_expected(2, over=True)
+    assert [size for _, _, size in workers.formed().values()] == [1]
 
 
-def run_scenario(scenario: Callable[[Group], Coroutine[Any, Any, None]], step_timeout_s: float | None = None) -> None:
-    async def run() -> None:
-        await scenario(Group(Rendezvous(SILENCE_S, step_timeout_s, CLOCK.monotonic)))
-
-    asyncio.run(run())
-
-
-async def start(group: Group, names: str, clock: Clock, step: int = 0) -> None:
-    await group.rendezvous.set_expected(len(names))
-    await group.join(names)
-    assert len(group.formed(step)) == len(names)
-    clock.now += 2 * SILENCE_S
-    for name in names:
-        await group.beat(name)
+def test_the_stepping_workers_are_listed_by_rank(workers: WorkerSet) -> None:
+    workers.start("abc")
+    assert [heartbeat.worker for heartbeat in workers.rendezvous.workers()] == ["a", "b", "c"]
+    workers.rendezvous.remove({"a"})
+    assert [(h.worker, h.rank) for h in workers.rendezvous.workers()] == [("b", 1), ("c", 2)]
+    workers.join("cb", was_broken=True)
+    workers.formed()
+    assert [(h.worker, h.rank) for h in workers.rendezvous.workers()] == [("b", 0), ("c", 1)]
 
 
-def test_the_first_generation_waits_for_all_expected_workers(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await group.rendezvous.set_expected(3)
-        await group.join("ab")
-        clock.now += 100
-        assert group.formed() == {}
-        await group.join("c")
-        assert group.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
-
-    run_scenario(scenario)
-
-
-def test_fewer_workers_than_the_minimum_wait_unless_the_run_stops(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
-        await start(group, "ab", clock)
-        await group.rendezvous.evict({"b"})
-        await group.rendezvous.set_expected(1)
-        await group.join("a", lost=True)
-        clock.now += 10 * SILENCE_S
-        group.rendezvous.check_liveness(clock.now - 10 * SILENCE_S)
-        assert group.formed() == {}
-        await group.join("c")
-        await group.rendezvous.set_expected(2)
-        assert group.formed() == {"a": (2, 0, 2), "c": (2, 1, 2)}
-        await group.rendezvous.evict({"c"})
-        await group.rendezvous.raise_flags(Flags.STOP)
-        await group.join("a", lost=True)
-        assert group.formed() == {"a": (3, 0, 1)}, "the last worker forms a generation to save the state"
-
-    run_scenario(scenario)
+def test_survivors_form_the_next_generation_at_once_and_keep_their_order(workers: WorkerSet) -> None:
+    workers.start("abc")
+    workers.rendezvous.remove({"a"})
+    assert workers.beat("b").abort
+    assert workers.beat("a").exit
+    workers.join("c", was_broken=True)
+    assert workers.formed() == {}
+    workers.join("b", was_broken=True)
+    assert workers.formed() == {"b": (2, 0, 2), "c": (2, 1, 2)}
+    assert not workers.beat("b").abort
 
 
-def test_the_status_reports_too_few_workers_and_the_rest_forms_at_the_end_of_the_run(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
-        assert (await group.rendezvous.status()).waiting is None
-        await start(group, "ab", clock)
-        assert (await group.rendezvous.status()).waiting is None
-        await group.rendezvous.evict({"b"})
-        assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers; waiting for others"
-        # The rendezvous restarts after b has finished normally.
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, min_workers=2)
-        await group.join("a", lost=True)
-        clock.now += 10 * SILENCE_S
-        await group.rendezvous.set_expected(2)
-        assert group.formed() == {}
-        await group.rendezvous.set_expected(2, over=True)
-        assert [size for _, _, size in group.formed().values()] == [1]
-
-    run_scenario(scenario)
+def test_a_pending_worker_joins_at_the_step_boundary_that_the_reform_flag_sets(workers: WorkerSet) -> None:
+    workers.start("ab", step=7)
+    workers.rendezvous.set_expected(3)
+    assert workers.beat("a").flags == Flags(0)
+    workers.join("c")
+    replies = workers.beat("a")
+    assert (replies.flags, replies.abort, replies.generation) == (Flags.REFORM, False, 1)
+    workers.join("ba")
+    assert workers.formed() == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
+    assert workers.beat("a").flags == Flags(0)
 
 
-def test_the_stepping_workers_are_listed_by_rank(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock)
-        assert [beat.worker for beat in await group.rendezvous.workers()] == ["a", "b", "c"]
-        await group.rendezvous.evict({"a"})
-        assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 1), ("c", 2)]
-        await group.join("cb", lost=True)
-        group.formed()
-        assert [(beat.worker, beat.rank) for beat in await group.rendezvous.workers()] == [("b", 0), ("c", 1)]
-
-    run_scenario(scenario)
-
-
-def test_survivors_form_the_next_generation_at_once_and_keep_their_order(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock)
-        await group.rendezvous.evict({"a"})
-        assert (await group.beat("b")).abort
-        assert (await group.beat("a")).exit
-        await group.join("c", lost=True)
-        assert group.formed() == {}
-        await group.join("b", lost=True)
-        assert group.formed() == {"b": (2, 0, 2), "c": (2, 1, 2)}
-        assert not (await group.beat("b")).abort
-
-    run_scenario(scenario)
-
-
-def test_a_pending_worker_joins_at_the_step_boundary_that_the_reform_flag_sets(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=7)
-        await group.rendezvous.set_expected(3)
-        assert (await group.beat("a")).flags == Flags(0)
-        await group.join("c")
-        orders = await group.beat("a")
-        assert (orders.flags, orders.abort, orders.generation) == (Flags.REFORM, False, 1)
-        await group.join("ba")
-        assert group.formed() == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
-        assert (await group.beat("a")).flags == Flags(0)
-
-    run_scenario(scenario)
-
-
-def test_a_pending_worker_does_not_wait_for_workers_that_have_finished_the_run(clock: Clock) -> None:
+def test_a_pending_worker_does_not_wait_for_workers_that_have_finished_the_run(workers: WorkerSet) -> None:
     """The pending worker finds no step left, and the run can end."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=7)
-        await group.rendezvous.set_expected(3)
-        await group.join("c")
-        await group.rendezvous.leave(group.beats["a"], over=True)
-        assert group.formed() == {}, "b has not finished yet"
-        await group.rendezvous.leave(group.beats["b"], over=True)
-        assert group.formed() == {"c": (2, 0, 1)}
-
-    run_scenario(scenario)
+    workers.start("ab", step=7)
+    workers.rendezvous.set_expected(3)
+    workers.join("c")
+    workers.rendezvous.report_exit(workers.heartbeats["a"], over=True)
+    assert workers.formed() == {}, "b has not finished yet"
+    workers.rendezvous.report_exit(workers.heartbeats["b"], over=True)
+    assert workers.formed() == {"c": (2, 0, 1)}
 
 
-def test_pending_workers_join_together_after_a_short_wait(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "a", clock)
-        await group.rendezvous.set_expected(3)
-        await group.join("b")
-        assert (await group.beat("a")).flags == Flags(0)
-        clock.now += 3
-        assert (await group.beat("a")).flags == Flags.REFORM
-
-    run_scenario(scenario)
+def test_pending_workers_join_together_after_a_short_wait(workers: WorkerSet) -> None:
+    workers.start("a")
+    workers.rendezvous.set_expected(3)
+    workers.join("b")
+    assert workers.beat("a").flags == Flags(0)
+    workers.now_s += 3
+    assert workers.beat("a").flags == Flags.REFORM
 
 
-def test_a_worker_on_a_draining_node_leaves_and_the_others_continue(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        await group.rendezvous.drain({"node-a"})
-        first, second = await group.beat("a"), await group.beat("b")
-        assert (first.flags, first.leave) == (Flags.REFORM, True)
-        assert (second.flags, second.leave) == (Flags.REFORM, False)
-        status = await group.rendezvous.status()
-        assert (status.live, status.leaving) == ({"b"}, {"a"})
-        await group.rendezvous.leave(group.beats["a"])
-        await group.join("b")
-        assert group.formed() == {"b": (2, 0, 1)}
-        await group.rendezvous.drain({"node-a", "node-b"})
-        assert (await group.beat("b")).flags == Flags.REFORM | Flags.SAVE, (
-            "no worker stays, so the state has to be saved"
-        )
-
-    run_scenario(scenario)
+def test_a_worker_on_a_draining_node_exits_and_the_others_continue(workers: WorkerSet) -> None:
+    workers.start("ab")
+    workers.rendezvous.drain({"node-a"})
+    first, second = workers.beat("a"), workers.beat("b")
+    assert (first.flags, first.drain) == (Flags.REFORM, True)
+    assert (second.flags, second.drain) == (Flags.REFORM, False)
+    status = workers.rendezvous.status()
+    assert (status.live, status.draining) == ({"b"}, {"a"})
+    workers.rendezvous.report_exit(workers.heartbeats["a"])
+    workers.join("b")
+    assert workers.formed() == {"b": (2, 0, 1)}
+    workers.rendezvous.drain({"node-a", "node-b"})
+    assert workers.beat("b").flags == Flags.REFORM | Flags.SAVE, "no worker stays, so the state has to be saved"
 
 
-def test_a_pending_worker_without_a_state_does_not_preserve_the_state(clock: Clock) -> None:
-    """The only workers with the state have to leave: they save it, and then the pending worker starts."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=7)
-        await group.rendezvous.set_expected(3)
-        await group.join("c")
-        await group.rendezvous.drain({"node-a", "node-b"})
-        assert (await group.beat("a")).flags == Flags.REFORM | Flags.SAVE
-        await group.rendezvous.leave(group.beats["b"])
-        await group.rendezvous.set_expected(1)
-        assert group.formed() == {}, "a has not saved the state yet"
-        await group.rendezvous.leave(group.beats["a"])
-        assert group.formed() == {"c": (2, 0, 1)}
-
-    run_scenario(scenario)
+def test_a_pending_worker_without_a_state_does_not_preserve_the_state(workers: WorkerSet) -> None:
+    """The only workers with the state are draining: they save it, and then the pending worker starts."""
+    workers.start("ab", step=7)
+    workers.rendezvous.set_expected(3)
+    workers.join("c")
+    workers.rendezvous.drain({"node-a", "node-b"})
+    assert workers.beat("a").flags == Flags.REFORM | Flags.SAVE
+    workers.rendezvous.report_exit(workers.heartbeats["b"])
+    workers.rendezvous.set_expected(1)
+    assert workers.formed() == {}, "a has not saved the state yet"
+    workers.rendezvous.report_exit(workers.heartbeats["a"])
+    assert workers.formed() == {"c": (2, 0, 1)}
 
 
-def test_a_leaving_worker_with_the_newest_step_joins_one_more_generation(clock: Clock) -> None:
+def test_a_draining_worker_with_the_newest_step_joins_one_more_generation(workers: WorkerSet) -> None:
     """It alone finished the step in which another worker died; the search found this case (seed 18503)."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "abcd", clock, step=6)
-        await group.rendezvous.drain({"node-b"})
-        assert (await group.beat("b")).leave
-        await group.rendezvous.evict({"d"})
-        await group.join("ac", lost=True)
-        assert group.formed() == {}, "b may have finished the step"
-        group.beats["b"] = replace(group.beats["b"], step=7)
-        await group.join("b", lost=True)
-        assert group.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
-        orders = await group.beat("b")
-        assert (orders.leave, orders.flags) == (True, Flags.REFORM), "b leaves after the next step"
-
-    run_scenario(scenario)
+    workers.start("abcd", step=6)
+    workers.rendezvous.drain({"node-b"})
+    assert workers.beat("b").drain
+    workers.rendezvous.remove({"d"})
+    workers.join("ac", was_broken=True)
+    assert workers.formed() == {}, "b may have finished the step"
+    workers.heartbeats["b"] = replace(workers.heartbeats["b"], step=7)
+    workers.join("b", was_broken=True)
+    assert workers.formed(step=7) == {"a": (2, 0, 3), "b": (2, 1, 3), "c": (2, 2, 3)}
+    replies = workers.beat("b")
+    assert (replies.drain, replies.flags) == (True, Flags.REFORM), "b exits after the next step"
 
 
-def test_a_leaving_worker_at_the_step_of_the_others_leaves_at_once(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock, step=6)
-        await group.rendezvous.drain({"node-b"})
-        await group.rendezvous.evict({"c"})
-        await group.join("b", lost=True)
-        orders = await group.beat("b")
-        assert (orders.leave, orders.is_for_waiting) == (True, True)
-        await group.join("a", lost=True)
-        assert group.formed() == {"a": (2, 0, 1)}
-
-    run_scenario(scenario)
+def test_a_draining_worker_at_the_step_of_the_others_exits_at_once(workers: WorkerSet) -> None:
+    workers.start("abc", step=6)
+    workers.rendezvous.drain({"node-b"})
+    workers.rendezvous.remove({"c"})
+    workers.join("b", was_broken=True)
+    replies = workers.beat("b")
+    assert (replies.drain, replies.is_for_waiting) == (True, True)
+    workers.join("a", was_broken=True)
+    assert workers.formed() == {"a": (2, 0, 1)}
 
 
-def test_a_heartbeat_from_before_its_generation_does_not_break_the_generation(clock: Clock) -> None:
+def test_a_heartbeat_from_before_its_generation_does_not_break_the_generation(workers: WorkerSet) -> None:
     """One thread of the worker sends it while another thread receives the generation."""
-
-    async def scenario(group: Group) -> None:
-        await group.rendezvous.set_expected(1)
-        await group.join("a")
-        await group.beat("a")
-        await group.join("b")
-        assert group.formed() == {"a": (1, 0, 1)}
-
-    run_scenario(scenario)
+    workers.rendezvous.set_expected(1)
+    workers.join("a")
+    workers.beat("a")
+    workers.join("b")
+    assert workers.formed() == {"a": (1, 0, 1)}
 
 
 def test_a_restarted_rendezvous_reuses_no_generation_number() -> None:
-    rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic, first_generation=5000)
-    asyncio.run(rendezvous.set_expected(1))
-    formed = rendezvous.handle_heartbeat(worker("a", wait_number=1)).formed
+    rendezvous = Rendezvous(SILENCE_S, None, first_generation=5000)
+    rendezvous.set_expected(1)
+    formed = rendezvous.handle_heartbeat(make_heartbeat("a", wait_number=1)).formed
     assert formed is not None
     assert formed.number == 5000
 
 
-def test_below_the_minimum_all_workers_wait_until_a_stop(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        await group.rendezvous.evict({"b"})
-        await group.rendezvous.set_expected(1, "1 of at least 2 workers")
-        await group.join("a", lost=True)
-        assert group.formed() == {}
-        assert (await group.rendezvous.status()).waiting == "1 of at least 2 workers"
-        await group.rendezvous.raise_flags(Flags.STOP)
-        await group.rendezvous.set_expected(1, "1 of at least 2 workers")
-        assert group.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
-
-    run_scenario(scenario)
+def test_below_the_minimum_all_workers_wait_until_a_stop(workers: WorkerSet) -> None:
+    workers.start("ab")
+    workers.rendezvous.remove({"b"})
+    workers.rendezvous.set_expected(1, "1 of at least 2 workers")
+    workers.join("a", was_broken=True)
+    assert workers.formed() == {}
+    assert workers.rendezvous.status().waiting == "1 of at least 2 workers"
+    workers.rendezvous.raise_flags(Flags.STOP)
+    workers.rendezvous.set_expected(1, "1 of at least 2 workers")
+    assert workers.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"
 
 
-def test_a_worker_without_heartbeats_is_lost_and_may_join_again(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        clock.now += SILENCE_S / 2
-        await group.beat("a")
-        clock.now += SILENCE_S
-        await group.beat("a")
-        group.rendezvous.check_liveness(clock.now)
-        assert list((await group.rendezvous.status()).lost_for_s) == ["b"]
-        await group.join("a", lost=True)
-        assert group.formed() == {"a": (2, 0, 1)}
-        assert (await group.beat("b")).abort, "the generation of b is over"
-        await group.join("b", lost=True)
-        assert (await group.beat("a")).flags == Flags.REFORM
-        await group.join("a")
-        assert group.formed() == {"a": (3, 0, 2), "b": (3, 1, 2)}
-
-    run_scenario(scenario)
+def test_a_worker_without_heartbeats_is_lost_and_may_join_again(workers: WorkerSet) -> None:
+    workers.start("ab")
+    workers.now_s += SILENCE_S / 2
+    workers.beat("a")
+    workers.now_s += SILENCE_S
+    workers.beat("a")
+    workers.rendezvous.check_liveness(workers.now_s)
+    assert list(workers.rendezvous.status().lost_for_s) == ["b"]
+    workers.join("a", was_broken=True)
+    assert workers.formed() == {"a": (2, 0, 1)}
+    assert workers.beat("b").abort, "the generation of b is over"
+    workers.join("b", was_broken=True)
+    assert workers.beat("a").flags == Flags.REFORM
+    workers.join("a")
+    assert workers.formed() == {"a": (3, 0, 2), "b": (3, 1, 2)}
 
 
-def test_a_restarted_rendezvous_learns_the_members_from_heartbeats(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        group.rendezvous = Rendezvous(SILENCE_S, None, CLOCK.monotonic)
-        await group.rendezvous.set_expected(2)
-        assert not (await group.beat("a")).abort
-        await group.join("b", lost=True)
-        assert (await group.beat("a")).abort
-        await group.join("a", lost=True)
-        assert group.formed() == {"a": (2, 0, 2), "b": (2, 1, 2)}
-
-    run_scenario(scenario)
+def test_a_restarted_rendezvous_learns_the_members_from_heartbeats(workers: WorkerSet) -> None:
+    workers.start("ab")
+    workers.restart()
+    workers.rendezvous.set_expected(2)
+    assert not workers.beat("a").abort
+    workers.join("b", was_broken=True)
+    assert workers.beat("a").abort
+    workers.join("a", was_broken=True)
+    assert workers.formed() == {"a": (2, 0, 2), "b": (2, 1, 2)}
 
 
-def test_a_stalled_step_ends_the_worker_that_is_outside_the_reduction(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=3)
-        for step in (4, 5):
-            for name in "ab":
-                group.beats[name] = replace(group.beats[name], step=step)
-                await group.beat(name)
-        group.beats["a"] = replace(group.beats["a"], phase="reduction")
-        group.beats["b"] = replace(group.beats["b"], phase="data")
-        clock.now += 4
-        assert not (await group.beat("a")).dump
-        assert not (await group.beat("b")).exit
-        clock.now += 4.5
-        await group.beat("a")
-        await group.beat("b")
-        group.rendezvous.check_liveness(clock.now)
-        orders = [await group.beat(name) for name in "bab"]
-        assert [(order.dump, order.exit) for order in orders] == [(True, False), (True, False), (False, True)], (
-            "b exits only after a has dumped its stacks"
-        )
-
-    run_scenario(scenario, step_timeout_s=8.0)
+def test_a_stalled_step_ends_the_worker_that_is_outside_the_reduction() -> None:
+    workers = WorkerSet(step_timeout_s=8.0)
+    workers.start("ab", step=3)
+    for step in (4, 5):
+        for name in "ab":
+            workers.beat(name, step=step)
+    workers.heartbeats["a"] = replace(workers.heartbeats["a"], phase="reduction")
+    workers.heartbeats["b"] = replace(workers.heartbeats["b"], phase="data")
+    workers.now_s += 4
+    assert not workers.beat("a").dump
+    assert not workers.beat("b").exit
+    workers.now_s += 4.5
+    workers.beat("a")
+    workers.beat("b")
+    workers.rendezvous.check_liveness(workers.now_s)
+    replies = [workers.beat(name) for name in "bab"]
+    assert [(reply.dump, reply.exit) for reply in replies] == [(True, False), (True, False), (False, True)], (
+        "b exits only after a has dumped its stacks"
+    )
 
 
 @pytest.mark.parametrize("saving_process", ["a worker", "a coordinator"])
-def test_the_step_watchdog_ends_no_worker_during_a_slow_save(clock: Clock, saving_process: str) -> None:
+def test_the_step_watchdog_ends_no_worker_during_a_slow_save(saving_process: str) -> None:
     """With parameter servers all workers are in a reduction while the coordinator waits for the storage."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=3)
-        for step in (4, 5):
-            for name, phase in (("a", "saving" if saving_process == "a worker" else "reduction"), ("b", "reduction")):
-                group.beats[name] = replace(group.beats[name], step=step, phase=phase)
-                await group.beat(name)
-        for _ in range(20):
-            clock.now += 4
-            if saving_process == "a coordinator":
-                await group.rendezvous.pause_watchdog()
-            orders = [await group.beat(name) for name in "ab"]
-            group.rendezvous.check_liveness(clock.now)
-            assert not any(order.abort or order.exit or order.dump for order in orders)
-        group.beats["a"] = replace(group.beats["a"], phase="data")
-        for _ in range(3):
-            clock.now += 4
-            for name in "ab":
-                await group.beat(name)
-            group.rendezvous.check_liveness(clock.now)
-        assert (await group.beat("a")).exit, "a stall ends the worker once no process waits for the storage"
-
-    run_scenario(scenario, step_timeout_s=8.0)
+    workers = WorkerSet(step_timeout_s=8.0)
+    workers.start("ab", step=3)
+    for step in (4, 5):
+        for name, phase in (("a", "saving" if saving_process == "a worker" else "reduction"), ("b", "reduction")):
+            workers.beat(name, step=step, phase=phase)
+    for _ in range(20):
+        workers.now_s += 4
+        if saving_process == "a coordinator":
+            workers.rendezvous.pause_watchdog()
+        replies = [workers.beat(name) for name in "ab"]
+        workers.rendezvous.check_liveness(workers.now_s)
+        assert not any(reply.abort or reply.exit or reply.dump for reply in replies)
+    workers.heartbeats["a"] = replace(workers.heartbeats["a"], phase="data")
+    for _ in range(3):
+        workers.now_s += 4
+        for name in "ab":
+            workers.beat(name)
+        workers.rendezvous.check_liveness(workers.now_s)
+    assert workers.beat("a").exit, "a stall ends the worker once no process waits for the storage"
 
 
-def test_a_stuck_collective_is_aborted_first_and_its_workers_end_at_the_next_stall(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock, step=3)
-        for step in (4, 5):
-            for name in "ab":
-                group.beats[name] = replace(group.beats[name], step=step, phase="reduction")
-                await group.beat(name)
-        for expected in ((True, False), (True, True)):
-            clock.now += 4.5
-            for name in "ab":
-                await group.beat(name)
-            clock.now += 4.5
-            for name in "ab":
-                await group.beat(name)
-            group.rendezvous.check_liveness(clock.now)
-            await group.beat("b")
-            orders = await group.beat("a")
-            assert (orders.abort, orders.exit) == expected
-
-    run_scenario(scenario, step_timeout_s=8.0)
+def test_a_stuck_collective_is_aborted_first_and_its_workers_end_at_the_next_stall() -> None:
+    workers = WorkerSet(step_timeout_s=8.0)
+    workers.start("ab", step=3)
+    for step in (4, 5):
+        for name in "ab":
+            workers.beat(name, step=step, phase="reduction")
+    for expected in ((True, False), (True, True)):
+        workers.now_s += 4.5
+        for name in "ab":
+            workers.beat(name)
+        workers.now_s += 4.5
+        for name in "ab":
+            workers.beat(name)
+        workers.rendezvous.check_liveness(workers.now_s)
+        workers.beat("b")
+        replies = workers.beat("a")
+        assert (replies.abort, replies.exit) == expected
 
 
-def test_the_step_watchdog_waits_for_the_first_steps_of_each_worker(clock: Clock) -> None:
+def test_the_step_watchdog_waits_for_the_first_steps_of_each_worker() -> None:
     """With parameter servers no generations form; waiting for capacity or for first rows is not a stall."""
 
-    async def beat(group: Group, name: str, **fields: Any) -> bool:
+    workers = WorkerSet(step_timeout_s=8.0)
+
+    def beat(name: str, **fields: Any) -> bool:
         """Sends a heartbeat and returns whether the worker has to exit after a liveness check."""
-        group.beats[name] = replace(group.beats.get(name, worker(name)), generation=1, **fields)
-        await group.beat(name)
-        group.rendezvous.check_liveness(clock.now)
-        return (await group.beat(name)).exit
+        workers.beat(name, generation=1, **fields)
+        workers.rendezvous.check_liveness(workers.now_s)
+        return workers.beat(name).exit
 
-    async def scenario(group: Group) -> None:
-        # The cluster had no capacity for this time.
-        clock.now += 600
-        assert not await beat(group, "a", phase="data")
-        for step in (0, 1, 2):
-            clock.now += 4
-            assert not await beat(group, "a", phase="reduction", step=step)
-        assert not await beat(group, "b", phase="data")
-        for _ in range(9):
-            clock.now += 4
-            assert not await beat(group, "a")
-            assert not await beat(group, "b")
-        clock.now += 4.5
-        assert not await beat(group, "a")
-        assert await beat(group, "b"), "b is stalled in its first step"
-
-    run_scenario(scenario, step_timeout_s=8.0)
+    # The cluster had no capacity for this time.
+    workers.now_s += 600
+    assert not beat("a", phase="data")
+    for step in (0, 1, 2):
+        workers.now_s += 4
+        assert not beat("a", phase="reduction", step=step)
+    assert not beat("b", phase="data")
+    for _ in range(9):
+        workers.now_s += 4
+        assert not beat("a")
+        assert not beat("b")
+    workers.now_s += 4.5
+    assert not beat("a")
+    assert beat("b"), "b is stalled in its first step"
 
 
-def test_a_raised_flag_notifies_the_observers_without_a_heartbeat(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        calls: list[Flags] = []
-        group.rendezvous.on_change = lambda: calls.append(group.rendezvous.reply_for("a").flags)
-        await group.rendezvous.raise_flags(Flags.STOP)
-        assert calls == [Flags.STOP]
-        await group.rendezvous.raise_flags(Flags.STOP)
-        assert calls == [Flags.STOP], "a flag that is set already changes nothing"
-
-    run_scenario(scenario)
+def test_a_raised_flag_notifies_the_observers_without_a_heartbeat(workers: WorkerSet) -> None:
+    workers.start("ab")
+    calls: list[Flags] = []
+    workers.rendezvous.on_change = lambda: calls.append(workers.rendezvous.reply_for("a").flags)
+    workers.rendezvous.raise_flags(Flags.STOP)
+    assert calls == [Flags.STOP]
+    workers.rendezvous.raise_flags(Flags.STOP)
+    assert calls == [Flags.STOP], "a flag that is set already changes nothing"
 
 
-def test_the_status_counts_steps_from_zero(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        assert (await group.rendezvous.status()).step == 0
-        await start(group, "ab", clock, step=3)
-        assert (await group.rendezvous.status()).step == 3
-
-    run_scenario(scenario)
+def test_the_status_counts_steps_from_zero(workers: WorkerSet) -> None:
+    assert workers.rendezvous.status().step == 0
+    workers.start("ab", step=3)
+    assert workers.rendezvous.status().step == 3
 
 
-def test_a_worker_that_leaves_without_knowing_its_new_generation_breaks_it(clock: Clock) -> None:
-    """It had to leave while it waited, and a generation formed with it before the rendezvous knew."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "ab", clock)
-        await group.rendezvous.set_expected(3)
-        await group.join("c")
-        waiting = group.beats["c"]
-        await group.join("ab")
-        assert sorted(group.formed()) == ["a", "b", "c"]
-        await group.beat("a")
-        assert not group.rendezvous.reply_for("a").abort
-        await group.rendezvous.leave(waiting)
-        assert group.rendezvous.reply_for("a").abort
-
-    run_scenario(scenario)
+def test_a_worker_that_exits_without_knowing_its_new_generation_breaks_it(workers: WorkerSet) -> None:
+    """It was drained while it waited, and a generation formed with it before the rendezvous knew."""
+    workers.start("ab")
+    workers.rendezvous.set_expected(3)
+    workers.join("c")
+    waiting = workers.heartbeats["c"]
+    workers.join("ab")
+    assert sorted(workers.formed()) == ["a", "b", "c"]
+    workers.beat("a")
+    assert not workers.rendezvous.reply_for("a").abort
+    workers.rendezvous.report_exit(waiting)
+    assert workers.rendezvous.reply_for("a").abort
 
 
-def test_a_worker_that_leaves_at_the_end_of_its_generation_breaks_nothing(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock)
-        await group.rendezvous.leave(group.beats["c"])
-        assert not group.rendezvous.reply_for("a").abort
-
-    run_scenario(scenario)
+def test_a_worker_that_exits_at_the_end_of_its_generation_breaks_nothing(workers: WorkerSet) -> None:
+    workers.start("abc")
+    workers.rendezvous.report_exit(workers.heartbeats["c"])
+    assert not workers.rendezvous.reply_for("a").abort
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_worker_that_fails_in_the_middle_of_its_generation_breaks_it_at_once(clock: Clock, leaves: bool) -> None:
-    """It does not wait yet, since it still has to close its group, or it leaves for good."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock)
-        failed = replace(group.beats["c"], lost=True)
-        if leaves:
-            await group.rendezvous.leave(failed)
-        else:
-            group.rendezvous.handle_heartbeat(failed)
-        assert group.rendezvous.reply_for("a").abort
-        await group.join("ab", lost=True)
-        assert sorted(group.formed()) == (["a", "b"] if leaves else []), "the next generation waits for who comes back"
-        await group.join("" if leaves else "c", lost=True)
-        assert sorted(group.formed()) == ([] if leaves else ["a", "b", "c"])
-        assert not (await group.beat("a")).abort, "the loss was that of the last generation"
-
-    run_scenario(scenario)
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_worker_that_fails_in_the_middle_of_its_generation_breaks_it_at_once(workers: WorkerSet, exits: bool) -> None:
+    """It does not wait yet, since it still has to close its process group, or it exits."""
+    workers.start("abc")
+    failed = replace(workers.heartbeats["c"], was_broken=True)
+    if exits:
+        workers.rendezvous.report_exit(failed)
+    else:
+        workers.rendezvous.handle_heartbeat(failed)
+    assert workers.rendezvous.reply_for("a").abort
+    workers.join("ab", was_broken=True)
+    assert sorted(workers.formed()) == (["a", "b"] if exits else []), "the next generation waits for who comes back"
+    workers.join("" if exits else "c", was_broken=True)
+    assert sorted(workers.formed()) == ([] if exits else ["a", "b", "c"])
+    assert not workers.beat("a").abort, "the loss was that of the last generation"
 
 
-def test_failed_forms_count_while_no_member_is_lost_and_none_has_formed(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        async def form(names: str, lost: str, phase: str = "forming") -> int:
-            await group.join(names, lost=True)
-            info = group.rendezvous.reply_for("a").formed
-            assert sorted(group.formed()) == sorted(names)
-            for name in names:
-                group.beats[name] = replace(group.beats[name], phase=phase, lost=name == lost)
-                await group.beat(name)
-            return info.failed_forms
+def test_failed_forms_count_while_no_member_is_lost_and_none_has_formed(workers: WorkerSet) -> None:
+    def form(names: str, broken: str, phase: str = "forming") -> int:
+        workers.join(names, was_broken=True)
+        info = workers.rendezvous.reply_for("a").formed
+        assert sorted(workers.formed()) == sorted(names)
+        for name in names:
+            workers.beat(name, phase=phase, was_broken=name == broken)
+        return info.failed_forms
 
-        await group.rendezvous.set_expected(3)
-        assert [await form("abc", "a") for _ in range(3)] == [0, 1, 2]
-        assert await form("abc", "a", "compute") == 3
-        assert [await form("abc", "b"), await form("abc", "")] == [0, 1]
-        group.rendezvous.on_disconnect("c")
-        clock.now += 2 * SILENCE_S
-        assert await form("ab", "") == 0
-
-    run_scenario(scenario)
+    workers.rendezvous.set_expected(3)
+    assert [form("abc", "a") for _ in range(3)] == [0, 1, 2]
+    assert form("abc", "a", "compute") == 3
+    assert [form("abc", "b"), form("abc", "")] == [0, 1]
+    workers.rendezvous.on_disconnect("c")
+    workers.now_s += 2 * SILENCE_S
+    assert form("ab", "") == 0
 
 
-def test_a_stall_while_several_compute_ends_only_those_that_do_not_return(clock: Clock) -> None:
+def test_a_stall_while_several_compute_ends_only_those_that_do_not_return() -> None:
     """With NCCL a worker waits for the others in its backward, too, since a device queues only so much work."""
-
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock, step=3)
-        clock.now += 15
-        for name in "abc":
-            await group.beat(name)
-        group.rendezvous.check_liveness(clock.now)
-        replies = [group.rendezvous.reply_for(name) for name in "abc"]
-        assert [(reply.abort, reply.exit) for reply in replies] == [(True, False)] * 3
-        await group.join("ab", lost=True)
-        clock.now += 15
-        for name in "abc":
-            await group.beat(name)
-        group.rendezvous.check_liveness(clock.now)
-        for name in "abc":
-            group.rendezvous.reply_for(name)
-        assert [group.rendezvous.reply_for(name).exit for name in "abc"] == [False, False, True]
-
-    run_scenario(scenario, step_timeout_s=2.0)
+    workers = WorkerSet(step_timeout_s=2.0)
+    workers.start("abc", step=3)
+    workers.now_s += 15
+    for name in "abc":
+        workers.beat(name)
+    workers.rendezvous.check_liveness(workers.now_s)
+    replies = [workers.rendezvous.reply_for(name) for name in "abc"]
+    assert [(reply.abort, reply.exit) for reply in replies] == [(True, False)] * 3
+    workers.join("ab", was_broken=True)
+    workers.now_s += 15
+    for name in "abc":
+        workers.beat(name)
+    workers.rendezvous.check_liveness(workers.now_s)
+    for name in "abc":
+        workers.rendezvous.reply_for(name)
+    assert [workers.rendezvous.reply_for(name).exit for name in "abc"] == [False, False, True]
 
 
-def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(clock: Clock) -> None:
-    async def scenario(group: Group) -> None:
-        await start(group, "abc", clock)
-        stale = group.beats["c"]
-        group.rendezvous.on_disconnect("c")
-        await group.join("ab", lost=True)
-        assert sorted(group.formed(1)) == ["a", "b"]
-        for name in "ab":
-            await group.beat(name)
-        group.beats["a"] = replace(group.beats["a"], step=2)
-        await group.beat("a")
-        limit_s = (await group.rendezvous.status()).limit_s
-        group.rendezvous.handle_heartbeat(stale)
-        assert (await group.rendezvous.status()).limit_s == limit_s
-
-    run_scenario(scenario)
+def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(workers: WorkerSet) -> None:
+    workers.start("abc")
+    stale = workers.heartbeats["c"]
+    workers.rendezvous.on_disconnect("c")
+    workers.join("ab", was_broken=True)
+    assert sorted(workers.formed(1)) == ["a", "b"]
+    for name in "ab":
+        workers.beat(name)
+    workers.beat("a", step=2)
+    limit_s = workers.rendezvous.status().limit_s
+    workers.rendezvous.handle_heartbeat(stale)
+    assert workers.rendezvous.status().limit_s == limit_s
 
 
 @pytest.mark.parametrize("uses_gloo", [False, True])
-def test_all_workers_use_gloo_if_one_cannot_use_another_backend(clock: Clock, uses_gloo: bool) -> None:
-    async def scenario(group: Group) -> None:
-        group.beats["b"] = worker("b", uses_gloo=uses_gloo)
-        await group.rendezvous.set_expected(3)
-        await group.join("abc")
-        formed = [group.rendezvous.reply_for(name).formed for name in "abc"]
-        assert [info.uses_gloo for info in formed if info is not None] == [uses_gloo] * 3
-
-    run_scenario(scenario)
+def test_all_workers_use_gloo_if_one_cannot_use_another_backend(workers: WorkerSet, uses_gloo: bool) -> None:
+    workers.heartbeats["b"] = make_heartbeat("b", uses_gloo=uses_gloo)
+    workers.rendezvous.set_expected(3)
+    workers.join("abc")
+    formed = [workers.rendezvous.reply_for(name).formed for name in "abc"]
+    assert [info.uses_gloo for info in formed if info is not None] == [uses_gloo] * 3

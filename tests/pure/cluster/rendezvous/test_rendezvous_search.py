@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from ray_app.cluster.rendezvous import members, rendezvous
-from ray_app.train.membership import Heartbeat
+from ray_app.cluster.rendezvous import members
 from tests.support.rendezvous_world import KINDS, KINDS_WITH_PARTITION, InvariantViolationError, RendezvousWorld
+from tests.support.worker_set import WorkerSet
 
 
 def search(first: int, schedules: int, limit_s: float, kinds: tuple[str, ...] = KINDS) -> int:
@@ -23,13 +23,13 @@ def search(first: int, schedules: int, limit_s: float, kinds: tuple[str, ...] = 
     return schedules
 
 
-@pytest.mark.parametrize("kinds", [KINDS, KINDS_WITH_PARTITION], ids=["", "parted"])
+@pytest.mark.parametrize("kinds", [KINDS, KINDS_WITH_PARTITION], ids=["", "partition"])
 def test_no_random_schedule_violates_an_invariant(kinds: tuple[str, ...]) -> None:
     """Each case takes 0.3 s of one core."""
     assert search(0, 500, 120, kinds) == 500
 
 
-def test_a_leaving_worker_does_not_take_the_only_copy_of_a_step() -> None:
+def test_a_draining_worker_does_not_take_the_only_copy_of_a_step() -> None:
     """Seed 18503: the only worker that has finished a step is on a draining node when another worker dies."""
     RendezvousWorld(18503, 5, 12, 2).run()
 
@@ -78,33 +78,16 @@ def test_the_search_detects_a_pending_worker_that_counts_as_a_holder_of_the_stat
 ) -> None:
     """This puts back the bug that the search was written for."""
     monkeypatch.setattr(members, "_has_state", lambda beat: True)
-    with pytest.raises(InvariantViolationError, match=r"(?s)drain.*nobody else has it|begins with step"):
+    with pytest.raises(InvariantViolationError, match=r"(?s)drain.*no other worker has it|begins with step"):
         search(0, 2000, 120)
 
 
 def test_a_thousand_workers_form_their_next_generation_in_linear_time() -> None:
     """A comparison of each joining worker with all others once left heartbeats unanswered for minutes."""
-    meeting, workers = rendezvous.Rendezvous(60.0, 60.0), range(1000)
-    meeting._expected = len(workers)
+    workers, names = WorkerSet(), [f"w{i}" for i in range(1000)]
+    workers.rendezvous.set_expected(len(names))
     start_s = time.process_time()
-    for generation in (0, 1):
-        beats = [
-            Heartbeat(
-                f"w{i}",
-                "node",
-                "host",
-                1,
-                generation=generation,
-                rank=i,
-                step=generation,
-                wait_number=1 + generation,
-                lost=bool(generation),
-            )
-            for i in workers
-        ]
-        for beat in beats:
-            meeting.handle_heartbeat(beat)
-        generations = [meeting.reply_for(beat.worker).formed for beat in beats]
-        assert {info.number for info in generations if info} == {generation + 1}
-        assert None not in generations
+    for generation in (1, 2):
+        workers.join(names, was_broken=generation > 1)
+        assert {number for number, _, _ in workers.formed(generation).values()} == {generation}
     assert time.process_time() - start_s < 5

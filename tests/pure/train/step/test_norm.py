@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ray_app.reduction.base import gradient_norms, scale_and_clip, total_norm
+from ray_app.reduction.reducer import gradient_norms, scale_and_clip, total_norm
 
 
 def test_total_norm_combines_all_parts_and_the_factor() -> None:

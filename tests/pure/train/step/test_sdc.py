@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_app.plan.assignment import logical_workers_of
-from ray_app.reduction.base import checksum
+from ray_app.reduction.reducer import checksum
 from ray_app.train.step.sdc import RecomputedShare, corrupt_rank, draw_recomputed_shares, tie_breaking_ranks
 
 

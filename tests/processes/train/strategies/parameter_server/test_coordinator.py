@@ -366,13 +366,11 @@ def test_a_server_that_packs_or_loads_its_state_has_more_time_than_a_step(
 ) -> None:
     world, killed = ServerWorld(make_server_job(tmp_path / "run", data), 1), list[Any]()
     monkeypatch.setattr(CoordinatorActor, "_repeat", lambda self, monitor: None)
-    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
-        world.job.rendezvous: Handle(None)
-    }
+    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)}
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "wait", lambda calls, timeout: ([], calls))
     monkeypatch.setattr(ray, "kill", lambda server, no_restart: killed.append(server))
-    coordinator = CoordinatorActor(world.job, ["0", "1"], [], Hooks())
+    coordinator = CoordinatorActor(world.job, FakeRendezvous(), ["0", "1"], [], Hooks())
     killed_by_method: dict[str, list[int]] = {}
 
     def call(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
@@ -403,9 +401,7 @@ def test_the_coordinator_pauses_the_watchdog_while_it_waits_for_the_storage(
 ) -> None:
     """A checkpoint is written only after the pause, so the next checkpoint waits, and all workers with it."""
     world, rendezvous = ServerWorld(make_server_job(tmp_path / "run", data), 1), FakeRendezvous()
-    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)} | {
-        world.job.rendezvous: Handle(rendezvous)
-    }
+    actors = {str(i): Handle(ServerActor(world.job.config, world.job.total_steps)) for i in range(2)}
     monkeypatch.setattr(ray, "get_actor", actors.__getitem__)
     monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
@@ -417,7 +413,7 @@ def test_the_coordinator_pauses_the_watchdog_while_it_waits_for_the_storage(
         rendezvous.paused.clear()
         pauses.append(rendezvous.paused.wait(30))
 
-    world.coordinator = CoordinatorActor(world.job, ["0", "1"], [], Hooks(before_commit=wait_for_pause))
+    world.coordinator = CoordinatorActor(world.job, rendezvous, ["0", "1"], [], Hooks(before_commit=wait_for_pause))
     watch_threads = [thread for thread in threading.enumerate() if thread.name == "watch"]
     world.workers = {"0": world.worker("0")}
     try:

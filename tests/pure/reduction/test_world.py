@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ray_app.plan.assignment import Node, logical_workers_of, subtrees
-from ray_app.reduction.base import Stage, TreeSum, plan_stages, state_checksum, tree_parents
+from ray_app.reduction.reducer import state_checksum
+from ray_app.reduction.tree import TreeSum, tree_parents
+from ray_app.reduction.world import Stage, plan_stages
 
 NodeSums = list[tuple[Node, Tensor]]
 

@@ -1,0 +1,37 @@
+"""What the training loop of a worker gets from the process that calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ray_app.task.ragged import Arrays
+from ray_app.train.checkpointing.persistence import SnapshotSender
+from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.train.membership import Membership
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """The run and the surroundings of one worker.
+
+    Args:
+        job: The run to train.
+        membership: Forms generations with the other workers, and gets reports of phases and steps.
+        open_windows: Opens the training data.
+        device: Device to compute on.
+        hooks: Callbacks for fault tests.
+        sender: Sends snapshots to the snapshot actors and fetches the newest; None without them.
+        load_evaluation: Loads the evaluation data, with `job.evaluation`; the workers then evaluate at every planned
+            checkpoint.
+    """
+
+    job: Job
+    membership: Membership
+    open_windows: OpenWindows
+    device: torch.device
+    hooks: Hooks = Hooks()
+    sender: SnapshotSender | None = None
+    load_evaluation: Callable[[], Arrays] | None = None
