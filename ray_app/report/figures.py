@@ -261,7 +261,7 @@ _TEXTS = {
     "evicted": "rank {rank}{at_host} had to leave{at}: {reason}",
     "device_memory": "{gb} of {of_gb} GB of the memory of {device} are free after step {step}",
     "device_fault": "a device{at_host} failed{at}: {reason}",
-    "node_excluded": "no more workers start{at_host}: a device there failed {times} times",
+    "device_excluded": "no more workers start on a device{at_host}: it failed {times} times",
     "sdc_detected": "rank {rank}{at_host} computed logical worker {logical_worker}{at} wrongly, and ended; it was last"
     " known to be right after step {clean}",
     "suspected": "checkpoints {steps} are marked: {reason}",

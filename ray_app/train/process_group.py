@@ -52,6 +52,8 @@ _COLLECTIVE_TIMEOUT = timedelta(days=1)
 """Time-out of collectives; the step watchdog of the rendezvous ends a stalled generation long before."""
 _STORE_BACKLOG = 2048
 """Maximum number of connections that wait for the store; all workers connect at once when a generation forms."""
+_MIN_SHARED_MEMORY_BYTES = 512 << 20
+"""Free bytes of /dev/shm below which NCCL may fail to connect GPUs of a node; a container often has 64 MB in all."""
 _LAUNCH_S = 2.0
 """Maximum time that an abort waits for a launch to end; a launch that waits for a lost peer ends only by the abort."""
 
@@ -305,23 +307,31 @@ def prove_device(device: torch.device, backend: str) -> None:
     kind_of(device).use(device)
     values = torch.ones(16, device=device)
     if backend_name(device, backend) != HOST_GROUP:
+        if _free_shared_memory() < _MIN_SHARED_MEMORY_BYTES:
+            logger.warning("NCCL may fail: this node has %s", _SHARED_MEMORY.format(_free_shared_memory() >> 20))
         with open_group_of_one(device, backend):
             dist.all_reduce(values)
             values.tolist()
     values.sum().tolist()
 
 
+_SHARED_MEMORY = "a small /dev/shm, of which {} MB are free (in a container: --shm-size=8g or --ipc=host)"
+
+
+def _free_shared_memory() -> int:
+    """Returns the free bytes of /dev/shm, through which NCCL connects GPUs of a node that do not reach each other."""
+    stats = os.statvfs("/dev/shm")
+    return stats.f_bavail * stats.f_frsize
+
+
 def describe_failed_forms(error: str) -> str:
     """Returns the message for a run in which NCCL fails to connect the workers, the last time with this error."""
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "not set")
-    # NCCL connects GPUs of a node that do not reach each other through this memory.
-    stats = os.statvfs("/dev/shm")
     return (
-        "NCCL has failed twice to connect the workers, although none of them was lost. The usual causes are a small"
-        f" /dev/shm, of which {stats.f_bavail * stats.f_frsize >> 20} MB are free (in a container: --shm-size=8g or"
-        f" --ipc=host), a network interface that does not reach other nodes (NCCL_SOCKET_IFNAME is {interface}), and a"
-        " missing InfiniBand device (NCCL_IB_DISABLE=1 uses TCP instead) or a blocked port. NCCL's warnings are in the"
-        f" output of the workers. The last error: {error}"
+        "NCCL has failed twice to connect the workers, although none of them was lost. The usual causes are"
+        f" {_SHARED_MEMORY.format(_free_shared_memory() >> 20)}, a network interface that does not reach other nodes"
+        f" (NCCL_SOCKET_IFNAME is {interface}), and a missing InfiniBand device (NCCL_IB_DISABLE=1 uses TCP instead) or"
+        f" a blocked port. NCCL's warnings are in the output of the workers. The last error: {error}"
     )
 
 

@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 650,
     "ray_app/cli": 2_431,
-    "ray_app/cluster": 4_752,
+    "ray_app/cluster": 4_806,
     "ray_app/config": 1_702,
     "ray_app/data": 4_232,
     "ray_app/drill": 2_972,
@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_841,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_699,
+    "ray_app/train": 9_709,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_482,
+    "tests": 73_526,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

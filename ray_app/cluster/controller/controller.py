@@ -52,7 +52,7 @@ from ray_app.cluster.controller.decisions import (
     slow_workers,
 )
 from ray_app.cluster.controller.failure_budget import FailureBudget
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers, Slot
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, DeviceKey, PendingWorkers, Slot, device_key
 from ray_app.cluster.controller.scaling_policy import CAPACITY_INTERVAL_S, ElasticPolicy
 from ray_app.cluster.controller.worker_group import ElasticGroupFactory, WorkersFailedToStartError
 from ray_app.cluster.ray_private import actor_id_of
@@ -72,7 +72,7 @@ The rendezvous has a wait of its own (`_COALESCE_S` there), which workers that j
 _RETRY_S, _MAX_DOUBLINGS = 5.0, 4
 """Seconds before workers are started again after a failed start, and how often the time doubles."""
 _MAX_DEVICE_FAULTS = 2
-"""Faults of a device after which no more workers start on its node."""
+"""Faults of a device after which no more workers start on it."""
 
 
 class ElasticController(TrainController):
@@ -110,8 +110,7 @@ class ElasticController(TrainController):
         # Since when each straggler is slow, and the stragglers that were evicted, by actor id.
         self._slow_since_s: dict[str, float] = {}
         self._evicted = frozenset[str]()
-        # The faults of each device, by the name of its node and its own.
-        self._device_faults = Counter[tuple[str, str]]()
+        self._device_faults = Counter[DeviceKey]()
         # Workers that were lost and not replaced yet, and the ready workers in the newest event `standbys`.
         self._unreplaced = self._recorded_ready = 0
         self._is_run_over = False
@@ -204,7 +203,7 @@ class ElasticController(TrainController):
             self._config,
             self._worker_group is not None,
             tuple(workers),
-            possible=0 if has_failed else self._policy.possible_workers(len(workers) + len(pending)),
+            possible=0 if has_failed else self._possible_workers(len(workers)),
             pending=len(pending),
             ready=pending.count_ready(),
             has_waited=pending.count_ready(since_s=_COALESCE_S) > 0,
@@ -215,6 +214,18 @@ class ElasticController(TrainController):
             evicted=self._evicted,
             slow=self._slow_workers(status, len(workers)),
         )
+
+    def _possible_workers(self, workers: int) -> int:
+        """Returns for how many workers there is capacity, on devices that are not excluded if these are enough."""
+        pending, policy = self._pending_workers, self._policy
+        policy.set_held_slots(pending.num_held)
+        possible = policy.possible_workers(workers + len(pending))
+        if pending.num_held and possible < self._config.scaling.min_workers:
+            # A run on a device that has failed is better than a run that waits.
+            pending.include_all_devices()
+            policy.set_held_slots(0)
+            possible = policy.possible_workers(workers + len(pending))
+        return possible
 
     def _slow_workers(self, status: RendezvousStatus, workers: int) -> tuple[SlowWorker, ...]:
         """Returns the stragglers that have been slow for long enough, and notes since when each worker is slow."""
@@ -268,7 +279,7 @@ class ElasticController(TrainController):
             case Wait():
                 self._waiting_reason = decision.reason
             case Restart():
-                self._note_device_faults(decision.errors, state)
+                self._note_device_faults(decision.errors)
                 self._budget.charge_failure(decision.errors, status.step, len(state.workers) - len(decision.errors))
                 self._policy.suspect(worker.node for worker in state.workers)
                 self._unreplaced = 0
@@ -286,22 +297,23 @@ class ElasticController(TrainController):
                     slot = self._slot.without(self._policy.excluded_nodes)
                     pending_workers.start(decision.pending - len(pending_workers), slot)
 
-    def _note_device_faults(self, errors: Mapping[int, BaseException], state: ControllerState) -> None:
-        """Excludes the node of a device that has failed `_MAX_DEVICE_FAULTS` times.
+    def _note_device_faults(self, errors: Mapping[int, BaseException]) -> None:
+        """Excludes a device that has failed `_MAX_DEVICE_FAULTS` times.
 
         Args:
-            errors: The error of each worker that failed, by its position in `state.workers`.
-            state: The state in which they failed.
+            errors: The error of each worker that failed, by its position in the worker group.
         """
-        for index, error in errors.items():
-            if isinstance(error, DeviceFaultError):
-                self._device_faults[error.node, error.device] += 1
-                times = self._device_faults[error.node, error.device]
-                if times >= _MAX_DEVICE_FAULTS and self._policy.exclude_node(state.workers[index].node):
-                    self._budget.record("node_excluded", name=error.node, device=error.device, times=times)
+        workers = self._worker_group.get_workers()
+        faults = ((workers[index].metadata, e) for index, e in errors.items() if isinstance(e, DeviceFaultError))
+        for metadata, error in faults:
+            key = device_key(metadata)
+            self._device_faults[key] += 1
+            if (times := self._device_faults[key]) >= _MAX_DEVICE_FAULTS:
+                self._pending_workers.exclude(key)
+                self._budget.record("device_excluded", name=error.node, device=error.device, times=times)
 
     def _drop(self, decision: Drop, state: ControllerState, step: int) -> None:
-        self._note_device_faults(decision.errors, state)
+        self._note_device_faults(decision.errors)
         if decision.errors:
             self._budget.charge_failure(decision.errors, step, len(state.workers) - len(decision.errors))
         if decision.preempted:
@@ -391,6 +403,7 @@ def run_controller(
             return controller.get_result()
     finally:
         pending_workers.limit_to(0)
+        pending_workers.include_all_devices()
 
 
 @contextmanager

@@ -33,6 +33,13 @@ _MIN_PATIENCE_S = 10.0
 _MAX_DEATHS = 3
 NO_CAPACITY = "there is no capacity"
 """The reason for which a pending worker that got no slot was canceled."""
+DeviceKey = tuple[str, ...]
+"""The id of a node, and Ray's ids of the GPUs of a worker on it."""
+
+
+def device_key(metadata: Any) -> DeviceKey:
+    """Returns the devices of a worker, from Ray's `ActorMetadata`; without GPUs the node alone."""
+    return metadata.node_id, *map(str, metadata.gpu_ids)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,9 @@ class PendingWorkers:
         self._min_workers = min_workers
         self._is_stopping = is_stopping
         self._pending: list[PendingWorker] = []
+        self._excluded = set[DeviceKey]()
+        # The slots on excluded devices, each with the id of its node.
+        self._held_slots: list[tuple[PlacementGroup, str]] = []
         self._deaths = self._failed_polls = 0
 
     def __len__(self) -> int:
@@ -163,6 +173,7 @@ class PendingWorkers:
         Returns:
             The reason for each canceled worker, without those on draining nodes.
         """
+        self._release_moved_slots()
         reasons = list[str]()
         deaths = 0
         any_became_ready = False
@@ -170,6 +181,12 @@ class PendingWorkers:
             was_ready = pending.ready_s is not None
             try:
                 pending.update()
+                if self._excluded and device_key(pending.metadata) in self._excluded:
+                    # The slot stays reserved, so that no other worker gets the device.
+                    ray.kill(pending.actor)
+                    self._pending.remove(pending)
+                    self._held_slots.append((pending.placement_group, pending.metadata.node_id))
+                    continue
                 any_became_ready |= not was_ready
             except ray.exceptions.RayError as error:
                 deaths += not was_ready
@@ -240,6 +257,28 @@ class PendingWorkers:
         taken = sorted(ready, key=lambda p: p.ready_s or 0.0)[:count]
         self._pending = [p for p in self._pending if p not in taken]
         return taken
+
+    @property
+    def num_held(self) -> int:
+        """The number of slots that are reserved because their devices are excluded."""
+        return len(self._held_slots)
+
+    def exclude(self, device: DeviceKey) -> None:
+        """Lets no more workers start on a device; the slot of the next one that Ray places there stays reserved."""
+        self._excluded.add(device)
+
+    def include_all_devices(self) -> None:
+        """Lets workers start on all devices again."""
+        while self._held_slots:
+            remove_placement_group(self._held_slots.pop()[0])
+        self._excluded.clear()
+
+    def _release_moved_slots(self) -> None:
+        """Gives back the held slots that Ray has moved to other nodes, because theirs were lost."""
+        for slot, node in self._held_slots[:]:
+            if placement_group_table(slot)["bundles_to_node_id"].get(0) not in (node, None):
+                remove_placement_group(slot)
+                self._held_slots.remove((slot, node))
 
     def limit_to(self, max_pending: int) -> None:
         """Cancels the workers that were started last, so that at most `max_pending` remain."""

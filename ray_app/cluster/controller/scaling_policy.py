@@ -62,8 +62,7 @@ class ElasticPolicy(ElasticScalingPolicy):
 
     Attributes:
         draining_nodes: Ids of nodes that are about to go away.
-        excluded_nodes: Ids of nodes on which no worker starts, because of a straggler or of a
-            device that has failed.
+        excluded_nodes: Ids of nodes on which no worker starts, because a straggler was evicted from them.
     """
 
     def __init__(self, scaling_config: Any, config: Config, reading_cpus: float) -> None:
@@ -72,6 +71,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         self._reading_cpus = reading_cpus
         self.draining_nodes = frozenset[str]()
         self.excluded_nodes = set[str]()
+        self._held_slots = 0
         # Ids of nodes on which a worker was lost, with the time until which they are probed.
         self._suspect_nodes: dict[str, float] = {}
         self._coordinator_paused_until_s = 0.0
@@ -103,12 +103,11 @@ class ElasticPolicy(ElasticScalingPolicy):
         alive = [node for node in ray.nodes() if node["Alive"] and self._is_reachable(node)]
         staying = [node for node in alive if node["NodeID"] not in self.draining_nodes]
         reserved = self._reserved_workers(alive)
-        count = current + self._count_free(staying) if reserved is None else reserved
+        count = current + self._count_free(staying) if reserved is None else reserved - self._held_slots
         if self.excluded_nodes and count < self._scaling.min_workers:
-            # A run with a slow worker, or on a device that has failed, is better than a run that waits. The next call
-            # counts these nodes again.
+            # A run with a slow worker is better than a run that waits. The next call counts these nodes again.
             self.include_all_nodes()
-        self._possible = max(0, min(count, self._limit_by_total_resources(staying)))
+        self._possible = max(0, min(count, self._limit_by_total_resources(staying) - self._held_slots))
         return self._possible
 
     def free_slots(self) -> int:
@@ -125,7 +124,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         """Returns how many workers more than the `current` ones fit on other nodes than the one with this id."""
         staying = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in self.draining_nodes]
         free = self._count_free([n for n in staying if n["NodeID"] != node])
-        return max(0, min(free, self._limit_by_total_resources(staying) - current))
+        return max(0, min(free, self._limit_by_total_resources(staying) - self._held_slots - current))
 
     def _reserved_workers(self, alive: list[Node]) -> int | None:
         """Returns how many workers fit into what the coordinator reserves for this run on nodes that stay.
@@ -171,14 +170,12 @@ class ElasticPolicy(ElasticScalingPolicy):
         return int(min(self._count_in([free]), count_on_labeled(self._config, nodes)))
 
     def _count_in(self, resources: Iterable[dict[str, float]]) -> int:
-        """Returns how many workers fit into the resources of each node, together; at most as many as the run may have.
+        """Returns how many workers fit into the resources of each node, together; at most `_max_slots`.
 
         Ray's own count divides floats, and divides the sum of all GPUs of a node, although the fraction of a GPU that a
         worker has must be on one GPU.
         """
-        return int(
-            min(int(self.scaling_config.max_workers), sum(workers_in(part, self._scaling) for part in resources))
-        )
+        return int(min(self._max_slots, sum(workers_in(part, self._scaling) for part in resources)))
 
     def _is_reachable(self, node: Node) -> bool:
         """Returns True for a node that is not suspect, and whether a suspect node accepts a connection.
@@ -203,20 +200,25 @@ class ElasticPolicy(ElasticScalingPolicy):
         self._suspect_nodes |= dict.fromkeys(nodes, time.monotonic() + _SUSPECT_S)
         self._possible_computed_s = 0.0
 
-    def exclude_node(self, node: str) -> bool:
+    def exclude_node(self, node: str) -> None:
         """Lets no more workers start on a node, unless there would be no node left to start workers on.
 
         Args:
             node: Id of the node.
-
-        Returns:
-            Whether the node is excluded.
         """
         unusable = {node, *self.excluded_nodes, *self.draining_nodes}
         if any(n["Alive"] and n["NodeID"] not in unusable for n in ray.nodes()):
             self.excluded_nodes.add(node)
             self._possible_computed_s = 0.0
-        return node in self.excluded_nodes
+
+    def set_held_slots(self, count: int) -> None:
+        """Sets the number of slots that stay reserved without a worker; no worker is counted for them."""
+        if count != self._held_slots:
+            self._held_slots, self._possible_computed_s = count, 0.0
+
+    @property
+    def _max_slots(self) -> int:
+        return int(self.scaling_config.max_workers) + self._held_slots
 
     def include_all_nodes(self) -> None:
         """Lets workers start on all nodes again."""
@@ -232,8 +234,8 @@ class ElasticPolicy(ElasticScalingPolicy):
         """
         needs_special_nodes = self._scaling.worker_gpus or self._scaling.label_selector
         if needs_special_nodes or not self._scaling.cpus_per_worker:
-            return int(self.scaling_config.max_workers)
-        return int(self.scaling_config.max_workers) + ceil(self._reading_cpus / self._scaling.cpus_per_worker)
+            return self._max_slots
+        return self._max_slots + ceil(self._reading_cpus / self._scaling.cpus_per_worker)
 
     def _maybe_send_resource_request(self) -> None:
         """Sends Ray's request for resources if it is due, unless a call of the coordinator timed out recently."""

@@ -62,8 +62,9 @@ class FakePendingWorkers:
     """A fake of `PendingWorkers` in which all pending workers are ready."""
 
     def __init__(self) -> None:
-        self.count = self.failed_rounds = 0
+        self.count = self.failed_rounds = self.num_held = 0
         self.started, self.reasons = list[int](), list[str]()
+        self.excluded = list[tuple[str, ...]]()
 
     def __len__(self) -> int:
         return self.count
@@ -75,6 +76,12 @@ class FakePendingWorkers:
         reasons, self.reasons = self.reasons, []
         self.count -= len(reasons)
         return reasons
+
+    def exclude(self, device: tuple[str, ...]) -> None:
+        self.excluded.append(device)
+
+    def include_all_devices(self) -> None:
+        self.excluded, self.num_held = [], 0
 
     def limit_to(self, max_pending: int) -> None:
         self.count = min(self.count, max_pending)
@@ -121,10 +128,11 @@ class ControllerHarness:
             draining_nodes=frozenset(), excluded_nodes=(), suspected=set(), include_all_nodes=lambda: None
         )
         self.policy.suspect = self.policy.suspected.update
-        self.policy.possible_workers = lambda current: self.possible
-        self.policy.exclude_node = self._exclude_node
+        self.policy.possible_workers = lambda current: self.possible - self.held_slots
+        self.policy.set_held_slots = lambda count: setattr(self, "held_slots", count)
+        self.policy.exclude_node = lambda node: setattr(self.policy, "excluded_nodes", (node,))
         self.policy.capacity_without = lambda node, current: 1
-        self.possible = 3
+        self.possible, self.held_slots = 3, 0
         self.now_s = 1000.0
         self.group = None
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda s: None))
@@ -138,10 +146,6 @@ class ControllerHarness:
         collaborators: Any = (config, self.rendezvous, self.budget, self.pending, slot, self.abandoned, self.policy)
         self.controller: Any = ElasticController(*collaborators)
         self.controller._worker_group, self.controller._run_attempt_id = None, "attempt"
-
-    def _exclude_node(self, node: str) -> bool:
-        self.policy.excluded_nodes = (*self.policy.excluded_nodes, node)
-        return True
 
     @staticmethod
     async def _poll(controller: Any) -> WorkerGroupPollStatus:
@@ -360,15 +364,25 @@ def test_the_remaining_workers_continue_in_the_state_that_ray_polls(harness: Con
     assert FailureSection().max_failures == 5, "the default budget allows the failure that `decide` charged"
 
 
-def test_the_node_of_a_device_that_has_failed_twice_is_excluded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_has_failed_twice_is_excluded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = ControllerHarness(tmp_path, monkeypatch, failure__max_failures=-1)
     fault = DeviceFaultError("CUDA error: an illegal memory access was encountered", "cuda NVIDIA H200, 5fd4", "node-b")
-    group = FakeGroup(a=TRAINS, b=WorkerStatus(running=False, error=fault), c=TRAINS)
-    for excluded in ((), ("b",)):
+    failed = WorkerStatus(running=False, error=fault)
+    group = FakeGroup(a=TRAINS, b=failed, c=failed)
+    for excluded in ([], [("b", "0"), ("c", "0")]):
         group.workers = ["a", "b", "c"]
         harness.poll(group)
-        assert harness.policy.excluded_nodes == excluded
+        assert harness.pending.excluded == excluded
     details = {"name": "node-b", "device": "cuda NVIDIA H200, 5fd4", "times": 2}
-    assert harness.events("node_excluded") == [("node_excluded", details)]
+    assert harness.events("device_excluded") == [("device_excluded", details)] * 2
+
+
+@pytest.mark.parametrize(("possible", "started", "slots"), [(3, [1], 1), (1, [], 0)])
+def test_an_excluded_device_is_used_again_if_a_run_would_wait_for_another(
+    harness: ControllerHarness, possible: int, started: list[int], slots: int
+) -> None:
+    """Of three devices one is excluded, so that the second worker starts on another; a run with one device uses it."""
+    harness.possible, harness.pending.num_held = possible, 1
+    harness.now_s += 60
+    harness.poll(FakeGroup(a=TRAINS))
+    assert (harness.pending.started, harness.pending.num_held) == (started, slots)

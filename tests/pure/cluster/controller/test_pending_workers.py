@@ -277,3 +277,33 @@ def test_a_pending_worker_disables_garbage_collection_while_it_imports(monkeypat
     monkeypatch.setattr(ray, "get", lambda ref: lambda: gc_states.append(gc.isenabled()))
     module._prepare({}, ["a reference"])
     assert (gc_states, gc.isenabled()) == ([False], True)
+
+
+def test_the_slot_of_an_excluded_device_stays_reserved_until_its_node_is_lost(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending_workers, node_of = PendingWorkers(None, 1, bool), {"a": "n", "b": "n"}
+    removed = list[str]()
+    monkeypatch.setattr(
+        module, "placement_group", lambda *_, **__: "ab"[len(pending_workers) + pending_workers.num_held]
+    )
+    monkeypatch.setattr(module, "remove_placement_group", removed.append)
+    monkeypatch.setattr(
+        module, "placement_group_table", lambda group: {"state": "CREATED", "bundles_to_node_id": {0: node_of[group]}}
+    )
+    node.now = "ready"
+    # The number of the reference of a fake worker is its GPU.
+    pending_workers.exclude(("n", "1"))
+    pending_workers.start(1, SLOT)
+    assert pending_workers.poll() == []
+    pending_workers.start(1, SLOT)
+    assert (pending_workers.poll(), len(pending_workers), pending_workers.num_held) == ([], 1, 1)
+    assert removed == []
+    node_of["a"] = "another node, to which Ray moves the slot"
+    pending_workers.poll()
+    assert (removed, pending_workers.num_held) == (["a"], 0)
+    pending_workers.include_all_devices()
+    node.number = 0
+    pending_workers.start(1, SLOT)
+    pending_workers.poll()
+    assert pending_workers.num_held == 0
