@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.format import MODEL
+from ray_app.checkpoint.format import is_model_file
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
@@ -137,7 +137,7 @@ def _model_bytes(job: Job) -> int:
     """Returns the bytes of the newest checkpoint's parameters; 0 if the storage does not answer."""
     with suppress(OSError):
         if commits := CheckpointStore(job.paths).commits():
-            return int(commits[-1].files.get(MODEL, {}).get("bytes", 0))
+            return sum(int(file["bytes"]) for name, file in commits[-1].files.items() if is_model_file(name))
     return 0
 
 

@@ -111,21 +111,10 @@ def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
     return any(id(p) in outside for p in part.parameters())
 
 
-def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
-    """Returns this rank's shard of a whole tensor, in memory of its own.
-
-    The tensor has the shape of `parameter` and is cut along its first dimension in the same way.
-    """
-    mesh, local = parameter.device_mesh, parameter.to_local()
-    size = -(-value.shape[0] // mesh.size())
-    rank = mesh.get_local_rank()
-    shard: DTensor = wrap_shard(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
-    return shard
-
-
-def gather_whole(value: Tensor) -> Tensor:
-    """Returns the whole of a tensor; if the tensor is sharded, the call is a collective of all ranks."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+def shard_rows(num_rows: int, rank: int, size: int) -> range:
+    """Returns the rows of a parameter that a rank has, of `num_rows` along its first dimension."""
+    rows = -(-num_rows // size)
+    return range(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows))
 
 
 class _LockedAllGather(DefaultAllGather):
@@ -497,5 +486,4 @@ class DeterministicShardedReducer(FsdpReducer):
 
 def _shard_bytes(p: DTensor, rank: int, size: int) -> int:
     """Returns the bytes of a rank's shard of a parameter."""
-    rows = -(-p.shape[0] // size)
-    return max(0, min(rows, p.shape[0] - rank * rows)) * p.shape[1:].numel() * p.dtype.itemsize
+    return len(shard_rows(p.shape[0], rank, size)) * p.shape[1:].numel() * p.dtype.itemsize

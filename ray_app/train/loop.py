@@ -25,7 +25,8 @@ from ray_app.task.ragged import Arrays
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.checkpointing.step_log import BadRows, StepLog, restore_state
+from ray_app.train.checkpointing.restore import restore_state
+from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Flags, GenerationInfo, LeavingError, Membership, Phase
 from ray_app.train.state.state import NO_STATE
@@ -140,7 +141,10 @@ class _Worker:
                 with joined as (group, generation), self._state.sync.bind(group) as world, translate_peer_errors():
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
-                    self._state.sync.collect()
+                    if flags & Flags.REFORM:
+                        self._state.sync.end_generation(self._membership.is_leaving())
+                    else:
+                        self._step_log.wait_for_parts(world)
                 broken_since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
@@ -214,10 +218,11 @@ class _Worker:
         self._rank = world.rank
         self._enter("forming")
         self._step_log.collect(world)
+        self._step_log.commit_parts(world, broken_since_s is not None)
         job, state = self._job, self._state
         divergent_ranks = state.sync.share(
             world,
-            lambda: restore_state(job, state, self._step_log, self._sender, self._device),
+            lambda: restore_state(job, state, self._step_log, self._sender, self._device, world),
             was_broken=broken_since_s is not None,
         )
         if world.rank in divergent_ranks:

@@ -136,8 +136,8 @@ class StateSync:
 
         Args:
             world: The workers of the generation.
-            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. It is called on
-                rank 0 if no rank has a state.
+            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. If no rank has a
+                state, it is called on rank 0, or on all ranks if the state is sharded.
             was_broken: Whether the last generation broke for this rank. If it did for any rank, the ranks at the
                 highest step compare their parameters.
 
@@ -209,7 +209,14 @@ class StateSync:
         """Gives other ranks copies of this rank's part of the state after a step; a lost peer is only logged."""
 
     def collect(self) -> None:
-        """Collects a whole copy of a partitioned state on every rank, so that each can make a `snapshot`.
+        """Collects a whole copy on every rank if only some ranks have the state, so that each can make a `snapshot`.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+
+    def end_generation(self, leaves: bool) -> None:
+        """Prepares a partitioned state for the next generation, at the planned end of one after which a rank `leaves`.
 
         Raises:
             PeerLostError: A peer left meanwhile.
@@ -429,7 +436,9 @@ class TrainingState:
         self.step += 1
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a copy of the state in host memory. Of a partitioned state it is the copy that `sync.collect` made.
+        """Returns a copy of the state in host memory; of a sharded state the part of this rank.
+
+        With `central_storage` it is the copy that `sync.collect` has made.
 
         Args:
             into: A snapshot that is no longer needed. Its memory may be reused, because the first write to new memory

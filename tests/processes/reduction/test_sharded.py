@@ -1,12 +1,14 @@
-"""Fully sharded training is bit-identical to `ddp`, or close to it if the network adds; checkpoints have no shards."""
+"""Fully sharded training is bit-identical to `ddp`, or close to it if the network adds, as workers leave and join."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.store import Commit
 from ray_app.data.feed import Feed
 from ray_app.devices import KINDS
 from ray_app.drill.faults import HookChain
@@ -31,9 +34,8 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, data, fsdp_job
+from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, committed_before, data, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 __all__ = ["data"]
@@ -125,19 +127,21 @@ def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.rest)])
-def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
+def test_a_lost_worker_rolls_its_peers_back_to_the_last_checkpoint(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, lost: int
 ) -> None:
-    """Shards are lost with their worker; the survivor restores the last snapshot from memory, not from storage."""
-    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
+    """Shards are lost with their worker; the survivor reads the parts of the last checkpoint."""
+    job = fsdp_job(tmp_path / "run", data)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
-    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
+    after_step = HookChain((committed_before(job, 8), kill))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=after_step))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
     sizes = sizes_by_step(job)
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
-    assert all(1 in sizes[step] for step in (7, 8)), "a step after the snapshot was not repeated"
+    assert all(1 in sizes[step] for step in (7, 8)), "a step after the checkpoint was not repeated"
     assert not any(1 in sizes[step] for step in range(1, 7))
     assert_bit_identical(read_trained_run(job), plain)
 
@@ -147,9 +151,7 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    # The checkpoint is written while the next steps run.
-    committed = DelayUntilEvent(job.run_root, "checkpointed", {"step": 6}, after=8, each_s=60.0)
-    kill = HookChain((committed, DieAfter(8, killed=0)))
+    kill = HookChain((committed_before(job, 8), DieAfter(8, killed=0)))
     outcomes = worker_pool.train(job, 3, Hooks(after_step=kill), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
@@ -159,14 +161,54 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     assert_bit_identical(read_trained_run(job), plain)
 
 
-def test_workers_leave_and_join_without_repeating_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = train_shifting(worker_pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
+@pytest.mark.parametrize(
+    "groups",
+    [[[0, 1, 2], [2], [2, 3]], pytest.param([[0, 1], [1, 2, 3], [3, 1]], marks=pytest.mark.rest)],
+    ids=["two neighbors leave", "one leaves and two join"],
+)
+def test_workers_leave_and_join_without_repeating_steps(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, groups: list[list[int]]
+) -> None:
+    """Each rank receives its rows from those that the others have kept, also from those of ranks that leave."""
+    fields = {"checkpoint__every_steps": None, "train__ema_decay": 0.9, "schedule": ONE_CYCLE}
+    job = fsdp_job(tmp_path / "run", data, **fields)
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
+    outcomes = train_shifting(worker_pool, job, groups, [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
     run = read_trained_run(job)
-    assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
+    sizes = [len(group) for group in groups]
+    assert [set(workers) for workers in run.workers] == [
+        *([{sizes[0]}] * 4),
+        *([{sizes[1]}] * 5),
+        *([{sizes[2]}] * 9),
+    ], "a step was repeated"
     assert_bit_identical(run, plain)
+
+
+@dataclass(frozen=True)
+class KillBeforeCommit:
+    """A hook that kills the worker that is about to commit the checkpoint of step 6, once."""
+
+    proof: Path
+
+    def __call__(self, commit: Commit) -> None:
+        if commit.step == 6 and not self.proof.exists():
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.rest
+def test_the_next_rank_0_commits_a_checkpoint_of_which_all_parts_are_written(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    job = fsdp_job(tmp_path / "run", data)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    hooks = Hooks(before_commit=KillBeforeCommit(tmp_path / "killed"))
+    train_shifting(worker_pool, job, [[0, 1, 2], [1, 2]], [], hooks)
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @contextmanager

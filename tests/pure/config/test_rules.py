@@ -70,6 +70,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.staleness", SERVERS | {"train__staleness": 1}, {"train__strategy": "ddp"}),
     ("checkpoint.every_steps", LOCAL | {"checkpoint__every_steps": 8}, {"checkpoint__every_steps": 9}),
     ("checkpoint.snapshot_every_steps", LOCAL, {"checkpoint__snapshot_every_steps": 6}),
+    ("checkpoint.snapshot_every_steps", {"checkpoint__snapshot_every_steps": 6}, FSDP),
     ("optimizer.class_path", FSDP | ADAFACTOR | OVERLAPPED, {"train__reduction": "exact"}),
     ("train.bucket_mb", REDUCER, {"train__bucket_mb": 1.0}),
     ("train.capture", CAPTURE, REDUCER),
