@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ray_app.errors import CheckpointError
-from ray_app.storage.files import Content, render_content
+from ray_app.storage.files import Content, put_json, render_content
 
 MODEL, TRAINING = "model.safetensors", "training.pt"
 _PART = re.compile(r"(model|training)-\d+-of-\d+\.safetensors")
@@ -154,23 +154,23 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
         torch.serialization.set_crc32_options(before)
 
 
-def _write_tensors(values: Mapping[str, Any], file: IO[bytes]) -> None:
+def _write_tensors(values: Mapping[str, Any], file: IO[bytes], metadata: Mapping[str, str] | None = None) -> None:
     """Writes the bytes that `safetensors.torch.save` would return, without a copy of the tensors.
 
     Args:
-        values: Tensors and `make_rows` by name. The metadata have the start and the whole shape of each of the latter.
+        values: Tensors, stored tensors and `make_rows` by name. The metadata have the start and the whole shape of each
+            of the last.
         file: The file to write.
+        metadata: Other metadata of the file.
     """
-    rows = {name: value for name, value in values.items() if is_rows(value)}
-    tensors = {
-        name: (row_values(value) if name in rows else value).detach().cpu().contiguous()
-        for name, value in values.items()
-    }
-    positions = {name: {"start": value["start"], "shape": value["shape"]} for name, value in rows.items()}
+    tensors = {name: row_values(value) if is_rows(value) else value for name, value in values.items()}
+    positions = {name: {"start": v["start"], "shape": v["shape"]} for name, v in values.items() if is_rows(v)}
+    if positions:
+        metadata = {"rows": json.dumps(positions)}
     # safetensors writes the header for empty tensors of the same names and types. The order of the tensors and the
     # names of the types are taken from it; shapes and offsets are filled in.
     empty = {name: torch.empty(0, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    header = json.loads(safetensors.torch.save(empty, {"rows": json.dumps(positions)} if positions else None)[8:])
+    header = json.loads(safetensors.torch.save(empty, dict(metadata) if metadata else None)[8:])
     offset, names = 0, [name for name in header if name != _METADATA]
     for name in names:
         size = tensors[name].nbytes
@@ -180,7 +180,38 @@ def _write_tensors(values: Mapping[str, Any], file: IO[bytes]) -> None:
     encoded_header += b" " * (-len(encoded_header) % 8)
     file.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
     for name in names:
-        file.write(_bytes_of(tensors[name]))
+        for block in _blocks_of(tensors[name]):
+            file.write(_bytes_of(block))
+
+
+def write_model(model: Mapping[str, StoredTensor], folder: Path, max_bytes: int) -> None:
+    """Writes a model to files of safetensors with an index, as Transformers reads them, block by block.
+
+    Args:
+        model: The parameters and persistent buffers by name.
+        folder: The folder of the files.
+        max_bytes: Maximum bytes of the tensors in a file; a larger tensor has a file of its own.
+    """
+    files: list[dict[str, StoredTensor]] = []
+    size = 0
+    for name, tensor in sorted(model.items()):
+        if not files or size + tensor.nbytes > max_bytes:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    weight_map = dict[str, str]()
+    for number, tensors in enumerate(files, 1):
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        weight_map |= dict.fromkeys(tensors, file_name)
+        with (folder / file_name).open("wb") as file:
+            _write_tensors(tensors, file, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in model.values())}, "weight_map": weight_map}
+    put_json(folder / f"{MODEL}.index.json", index)
+
+
+def _blocks_of(tensor: Tensor | StoredTensor) -> Iterable[Tensor]:
+    return tensor.blocks() if isinstance(tensor, StoredTensor) else [tensor]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -250,6 +281,11 @@ class StoredTensor:
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], pieces: Sequence[_StoredRows]) -> None:
         self.dtype, self.shape = dtype, torch.Size(shape)
         self._pieces = sorted(pieces, key=lambda piece: (piece.start, piece.num_rows))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements."""
+        return self.shape.numel() * self.dtype.itemsize
 
     def read(self, low: int = 0, high: int | None = None) -> Tensor:
         """Returns the rows from `low` to `high`, by default to the last one; a tensor without dimensions as it is.
@@ -352,6 +388,6 @@ def params_digest(model: Mapping[str, Tensor | StoredTensor]) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        for block in tensor.blocks() if isinstance(tensor, StoredTensor) else [tensor]:
+        for block in _blocks_of(tensor):
             sha.update(_bytes_of(block))
     return sha.hexdigest()

@@ -324,10 +324,10 @@ class CheckpointStore:
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         parts = read_all_json([folder / part_file(commit, i, count) for i in range(count)], missing=b"null")
+        if errors := [part["error"] for part in parts if part and "error" in part]:
+            raise CheckpointError(f"a part of the checkpoint could not be written: {errors[0]}")
         if None in parts:
             return False
-        if errors := [part["error"] for part in parts if "error" in part]:
-            raise CheckpointError(f"a part of the checkpoint could not be written: {errors[0]}")
         files = {name: entry for part in parts for name, entry in part.items()}
         commit = replace(commit, files=files, time_s=time.time())
         commit = replace(

@@ -15,7 +15,11 @@ the backward of one logical worker on every rank at the same time.
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ray_app.config.sections import TrainSection
-from ray_app.devices import kind_of
+from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import Node, subtrees
 from ray_app.reduction.base import (
@@ -51,11 +55,37 @@ from ray_app.torch_private import (
     DefaultReduceScatter,
     FsdpParameters,
     ReduceScatter,
+    TorchDispatchMode,
     is_before_backward,
     run_backward,
     shard_version,
     wrap_shard,
 )
+
+_MIN_MAPPED_BYTES = 1 << 20
+"""The smallest size of a tensor for which `MappedInit` makes a file."""
+
+
+class MappedInit(TorchDispatchMode):
+    """A context in which a model is built with its large parameters in temporary files that are mapped into memory.
+
+    The operating system can write their pages out, so a model can be built that fits into the memory of no process,
+    with the same values as elsewhere. Tensors of the device `meta` would need less, but torch draws no values for them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an operator, or makes a tensor in a file in place of a large one of `torch.empty`."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format and kwargs.get("device", HOST) == HOST:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            numel = math.prod(args[0])
+            if numel * dtype.itemsize >= _MIN_MAPPED_BYTES:
+                # On a disk without space the tensor is in memory.
+                with suppress(OSError), tempfile.NamedTemporaryFile(prefix="ray_app-init-") as file:
+                    # Without this, a write into the mapped memory would end the process when the disk is full.
+                    os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+                    return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(args[0])
+        return func(*args, **kwargs)
 
 
 def shard_model(

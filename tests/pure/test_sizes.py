@@ -13,21 +13,21 @@ import pytest
 from tests.support.paths import ROOT
 
 CEILINGS = {
-    "ray_app/checkpoint": 1_001,
+    "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_441,
     "ray_app/cluster": 4_752,
     "ray_app/config": 1_712,
     "ray_app/data": 4_237,
     "ray_app/drill": 3_053,
-    "ray_app/driver": 3_016,
+    "ray_app/driver": 3_024,
     "ray_app/evaluate": 693,
     "ray_app/ingest": 9_643,
     "ray_app/keras": 1_000,
-    "ray_app/models": 2_301,
+    "ray_app/models": 2_336,
     "ray_app/plan": 863,
     "ray_app/predict": 612,
     "ray_app/preflight": 4_652,
-    "ray_app/reduction": 2_295,
+    "ray_app/reduction": 2_325,
     "ray_app/report": 1_809,
     "ray_app/retrain": 2_211,
     "ray_app/runlog": 2_366,
@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_624,
     "ray_app/track": 1_031,
-    "ray_app/train": 10_137,
+    "ray_app/train": 10_141,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 75_842,
+    "tests": 76_015,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

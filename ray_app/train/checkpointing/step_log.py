@@ -142,9 +142,8 @@ class StepLog:
         if world.rank == 0:
             committed = self._list_committed()
             # The rank that had to commit may be lost.
-            for commit, part in {
-                commit.prefix: (commit, part) for of_rank in pending for commit, part in of_rank
-            }.values():
+            attempts = {(commit.step, commit.prefix): (commit, part) for of_rank in pending for commit, part in of_rank}
+            for commit, part in attempts.values():
                 if (commit.step, commit.fence) not in committed and part is not None:
                     self._checkpoint_writer.commit_written(commit, part[1])
         self._membership.enter("forming")

@@ -32,8 +32,8 @@ from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import GradientReducer, World, collective, state_checksum
-from ray_app.reduction.messages import gather
-from ray_app.reduction.sharded import FsdpReducer, shard_model, shard_rows
+from ray_app.reduction.messages import check_errors_on_all_ranks, gather
+from ray_app.reduction.sharded import FsdpReducer, MappedInit, shard_model, shard_rows
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import open_group_of_one
@@ -294,6 +294,8 @@ class ShardedPlacement(Placement):
         train: The section of the configuration.
         device: Device to compute on.
     """
+
+    init_context = MappedInit
 
     def __init__(
         self, units: Callable[[nn.Module], list[nn.Module]], train: TrainSection, device: torch.device
@@ -561,8 +563,13 @@ class ShardedSync(StateSync):
             part = vars(self._placement.part(self._world))
             self._replicas.store(self._state.step, part, self._world, self._world.size)
 
+    def collect(self) -> None:
+        """Checks that the state of every rank is complete, so that each can copy its part, see `StateSync.collect`."""
+        check_errors_on_all_ranks(self._world)
+
     def end_generation(self, leaves: bool) -> None:
         """Keeps a copy of this rank's part for the next generation, see `StateSync.end_generation`."""
+        self.collect()
         leaving = [rank for rank, has_to_leave in enumerate(gather(leaves, self._world)) if has_to_leave]
         if len(leaving) < self._world.size:
             part = vars(self._placement.part(self._world))

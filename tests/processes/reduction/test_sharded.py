@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
@@ -26,6 +27,7 @@ from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.base import World, launch_lock
+from ray_app.reduction.sharded import MappedInit
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
@@ -185,6 +187,48 @@ def test_workers_leave_and_join_without_repeating_steps(
         *([{sizes[2]}] * 9),
     ], "a step was repeated"
     assert_bit_identical(run, plain)
+
+
+def test_a_model_that_is_built_in_files_has_the_values_of_any_other() -> None:
+    def build() -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Embedding(700, 512, padding_idx=3), nn.Linear(512, 600), nn.Linear(4, 4))
+        nn.init.trunc_normal_(layers[1].weight)
+        nn.init.orthogonal_(layers[0].weight)
+        return layers.state_dict()
+
+    with MappedInit():
+        mapped = build()
+    assert [tensor.untyped_storage().filename is not None for tensor in mapped.values()] == [True, True, *[False] * 3]
+    plain = build()
+    assert all(torch.equal(mapped[name], plain[name]) for name in plain)
+
+
+@pytest.mark.rest
+def test_initial_parameters_of_a_file_are_read_by_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    built = fsdp_job(tmp_path / "model", data).task.build_model().state_dict()
+    model = {name: value + 1 for name, value in built.items()}
+    safetensors.torch.save_file(model, tmp_path / "initial.safetensors")
+    runs = {}
+    for strategy in ("ddp", "fsdp"):
+        fields = {"train__strategy": strategy, "train__ema_decay": 0.9, "train__epochs": 1}
+        job = replace(fsdp_job(tmp_path / strategy, data, **fields), initial=str(tmp_path / "initial.safetensors"))
+        runs[strategy] = worker_pool.train_new_run(job, 3, cache_windows)
+    assert_bit_identical(runs["fsdp"], runs["ddp"])
+
+
+class OwnGenerator(Units):
+    """A task with a model that differs from worker to worker."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(os.getpid())
+        return super().build_model()
+
+
+@pytest.mark.rest
+def test_a_model_that_differs_between_workers_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    outcomes = worker_pool.train(fsdp_job(tmp_path / "run", data, OwnGenerator()), 2, Hooks(), cache_windows)
+    assert all("returns other parameters on other workers" in str(outcome.error) for outcome in outcomes)
 
 
 @dataclass(frozen=True)
