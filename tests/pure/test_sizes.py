@@ -16,7 +16,7 @@ CEILINGS = {
     "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_441,
     "ray_app/cluster": 4_752,
-    "ray_app/config": 1_712,
+    "ray_app/config": 1_711,
     "ray_app/data": 4_237,
     "ray_app/drill": 3_053,
     "ray_app/driver": 3_024,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_141,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_430,
-    "tests": 76_015,
+    "tests": 75_930,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

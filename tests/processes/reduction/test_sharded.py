@@ -358,7 +358,6 @@ def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(
             {"optimizer": {"class_path": "torch.optim.Adafactor"}},
             "looks at whole parameters.*train.reduction to overlapped",
         ),
-        ({"train__compile": True}, "train.compile"),
         ({"evaluate__where": "workers"}, "use actor"),
         ({"train__cpu_offload": True, "scaling__gpus_per_worker": 0}, "host memory already"),
     ],

@@ -186,6 +186,16 @@ def test_half_precision_is_bit_identical_on_any_number_of_workers(
 
 
 @pytest.mark.rest
+def test_a_compiled_model_is_bit_identical_on_any_number_of_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    """The run differs from `ddp`, since the compiler sees the model in other pieces."""
+    job = fsdp_job(tmp_path / "run", data, train__compile=True, train__epochs=1)
+    first = worker_pool.train_new_run(job, 1, cache_windows)
+    assert_bit_identical(worker_pool.train_new_run(job, 3, cache_windows), first)
+
+
+@pytest.mark.rest
 def test_a_killed_worker_and_a_joining_worker_keep_the_run_bit_identical(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

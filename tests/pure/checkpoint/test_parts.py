@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from ray_app.checkpoint.format import (
     file_writers,
     make_rows,
     map_tensors,
+    open_tensors,
     params_digest,
     unpack,
 )
 from ray_app.checkpoint.store import PARTS_VERSION, CheckpointStore, Commit, Fallback
 from ray_app.config.sections import CheckpointSection
+from ray_app.errors import CheckpointError
 from ray_app.reduction.sharded import shard_rows
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
@@ -89,6 +92,16 @@ def test_any_rows_of_a_checkpoint_are_read(paths: RunPaths) -> None:
     assert torch.equal(snapshot.optimizer["state"][0]["mean"].read(2, 6), whole.optimizer["state"][0]["mean"][2:6])
 
 
+def test_rows_of_a_missing_part_are_not_read(paths: RunPaths) -> None:
+    store = CheckpointStore(paths)
+    files = store.load(write_parts(store, whole_snapshot(), 3), lambda name: name.startswith("model-0000"))
+    del files["model-00002-of-00003.safetensors"]
+    stored = open_tensors(map(io.BytesIO, files.values()))["weight"]
+    assert torch.equal(stored.read(0, 3), whole_snapshot().model["weight"][:3])
+    with pytest.raises(CheckpointError, match="row 3 of a tensor"):
+        stored.read()
+
+
 def test_a_whole_checkpoint_is_read_by_rows(paths: RunPaths) -> None:
     store, whole = CheckpointStore(paths), whole_snapshot()
     store.write(file_writers(whole), commit_of(5))
@@ -116,6 +129,8 @@ def test_damage_in_one_part_leads_back_to_an_older_checkpoint(paths: RunPaths, n
 def test_attempts_do_not_mix_and_a_bad_checkpoint_is_replaced(paths: RunPaths) -> None:
     store, whole = CheckpointStore(paths), whole_snapshot()
     store.write_part(file_writers(part_of(whole_snapshot(5), 0, 2)), part_commit(5), 0, 2)
+    store.discard(part_commit(5, "g1.0-"))
+    assert len(list(paths.checkpoint(5, 1).iterdir())) == 4, "files of another attempt are removed"
     other = replace(whole, model={**whole.model, "weight": whole.model["weight"] + 1})
     commit = write_parts(store, other, 2, "g1.2-")
     store.write_part(file_writers(part_of(whole, 1, 2)), part_commit(5), 1, 2)

@@ -55,7 +55,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("evaluate.where", {"evaluate__where": "workers"}, FSDP),
     ("evaluate.where", {"evaluate__where": "workers"}, SERVERS),
     ("data.on_bad_row", {"data__on_bad_row": "skip"}, SERVERS),
-    ("train.compile", {"train__compile": True}, FSDP),
     ("train.backend", {"train__backend": "gloo"}, FSDP),
     ("train.bucket_mb", {"train__bucket_mb": 1.0}, FSDP),
     ("train.reducer", REDUCER, LOCAL),
