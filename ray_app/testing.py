@@ -24,7 +24,7 @@ from typing import Any, Self
 import safetensors.torch
 from torch import Tensor
 
-from ray_app.checkpoint.format import MODEL, Snapshot, params_digest, unpack
+from ray_app.checkpoint.format import Snapshot, params_digest, unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.preflight.prepare import prepare
@@ -267,7 +267,7 @@ class TrainedRun:
         Two runs with equal digests are bit-identical: parameters, buffers, optimizer, schedule and position.
         """
         values = digest_tensors(self.snapshot)
-        return {"params": self.commit.params_digest, "file": self.commit.files[MODEL]["sha256"], **values}
+        return {"params": self.commit.params_digest, **values}
 
 
 def digest_tensors(value: Any) -> Any:

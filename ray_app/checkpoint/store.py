@@ -8,6 +8,9 @@ Two workers may write the same checkpoint at the same time: one that leaves its 
 attempt has files of its own. The first one takes the plain names by `WRITER.json`; those of each other one begin with a
 prefix, which `COMMIT.json` has. Only these two files are put if they are absent, and no file is replaced.
 
+The ranks of a sharded state write one checkpoint together, in parts. They agree on the prefix before; each of them puts
+its files and then a small file with their digests (`part_file`), and one of them commits when it has read all of these.
+
 A writer checks right before the commit that no later start of the driver has taken the run over, and otherwise commits
 nothing. A start that takes the run over between this check and the commit does no harm: the checkpoint is intact, its
 directory has the fence of its writer, and a run can be resumed from it like from any other.
@@ -26,13 +29,25 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, TypeVar, cast
 
-from ray_app.checkpoint.format import Snapshot, unpack
+from torch import Tensor
+
+from ray_app.checkpoint.format import (
+    Snapshot,
+    is_model_file,
+    open_snapshot,
+    open_tensors,
+    params_digest,
+    unpack,
+    unpack_model,
+)
+from ray_app.checkpoint.retention import Pin, removable_steps
 from ray_app.config.config import digest_json
 from ray_app.errors import CheckpointError, DamagedError, LeaseLostError
 from ray_app.runlog.lease import check_lease
 from ray_app.runlog.paths import RunPaths
+from ray_app.storage.data_files import open_data_file
 from ray_app.storage.files import (
     Content,
     Location,
@@ -51,7 +66,9 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
 """The version of the fields of `COMMIT.json`; a checkpoint of an unknown version is refused."""
-_READ_VERSIONS = (2, SCHEMA_VERSION)
+PARTS_VERSION = 4
+"""The version of a checkpoint in parts, which older versions of this package cannot read."""
+_READ_VERSIONS = (2, SCHEMA_VERSION, PARTS_VERSION)
 """Versions that are read; version 2 has no `Commit.prefix`."""
 COMMIT = "COMMIT.json"
 """The file that makes a directory a checkpoint; it is written last."""
@@ -63,6 +80,9 @@ _BAD = "BAD.json"
 """The file that marks a checkpoint that is not read again."""
 NAME = re.compile(r"step-(\d{8,})-(\d{4,})")
 """The name of a checkpoint's directory: step and fence, see `RunPaths.checkpoint`."""
+_BLOCK_BYTES = 16 << 20
+"""The number of bytes of a file that are read at a time to verify it."""
+T = TypeVar("T")
 _FILE = re.compile(r"\w[\w.-]*")
 """The names that a file of a checkpoint may have; a name with a slash would lead out of its directory."""
 
@@ -156,7 +176,7 @@ def parse_commit(name: str, data: bytes) -> Commit:
     version = values.get("schema_version")
     if version not in _READ_VERSIONS:
         raise CheckpointError(
-            f"{COMMIT} has schema version {version}; this version reads {SCHEMA_VERSION}. Use the version that wrote it"
+            f"{COMMIT} has schema version {version}; this version reads {PARTS_VERSION}. Use the version that wrote it"
         )
     digest = values.pop("sha256", None)
     if digest != digest_json(values):
@@ -176,50 +196,9 @@ def parse_folder_name(name: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-ALL_CHECKPOINTS = 1_000_000_000
-"""The `Pin.max_checkpoints` of an evaluator that needs every checkpoint. It is a number, since JSON has no infinity."""
-
-
-@dataclass(frozen=True)
-class Pin:
-    """The declaration of an evaluator that it still needs the newest checkpoints after `done_step`.
-
-    Args:
-        expires_s: Time at which the pin ends unless it is renewed, seconds since 1970 (UTC).
-        max_checkpoints: The maximum number of checkpoints that the pin keeps, at least 1. Older ones are removed, and
-            their evaluations are recorded as skipped.
-        evaluator: Name of the evaluator; None is the run's own evaluator.
-    """
-
-    done_step: int
-    expires_s: float
-    max_checkpoints: int = 32
-    evaluator: str | None = None
-
-
-def removable_steps(
-    steps: Iterable[int], keep_last: int, best: Iterable[int], pins: Iterable[Pin], now_s: float
-) -> set[int]:
-    """Returns the steps of the checkpoints that can be removed.
-
-    The newest `keep_last` of the intact checkpoints (at least one), the `best` ones, and those of pins that have not
-    expired at `now_s` stay.
-    """
-    ordered = sorted(set(steps))
-    kept = set(ordered[-max(1, keep_last) :]) | set(best)
-    for pin in pins:
-        if pin.expires_s > now_s:
-            kept |= set([step for step in ordered if step > pin.done_step][-pin.max_checkpoints :])
-    return set(ordered) - kept
-
-
-def skipped_evaluations(removed: Iterable[int], pins: Iterable[Pin], now_s: float) -> set[tuple[int, str | None]]:
-    """Returns the removed steps that an evaluator has not evaluated, with its name (None is the run's own evaluator).
-
-    A named evaluator counts until its pin expires, the run's own one always, since it may wait for capacity.
-    """
-    waiting = [pin for pin in pins if pin.evaluator is None or pin.expires_s > now_s]
-    return {(step, pin.evaluator) for pin in waiting for step in removed if step > pin.done_step}
+def part_file(commit: Commit, index: int, count: int) -> str:
+    """Returns the name of the file with the digests of a part's files, or with the error of its writer."""
+    return f"{commit.prefix}PART-{index + 1:05d}-of-{count:05d}.json"
 
 
 _Folders = dict[str, dict[str, Location]]
@@ -292,7 +271,12 @@ class CheckpointStore:
                     (folder / name).unlink(missing_ok=True)
             raise
         # After an error the files stay, since the commit may have been written.
-        if not put_json(folder / COMMIT, seal(asdict(replace(commit, files=digests))), if_absent=True):
+        self._put_commit(folder, replace(commit, files=digests))
+
+    def _put_commit(self, folder: Location, commit: Commit) -> None:
+        """Puts `COMMIT.json` if there is none; withdraws it if another process has removed files meanwhile."""
+        names = [f"{commit.prefix}{name}" for name in commit.files]
+        if not put_json(folder / COMMIT, seal(asdict(commit)), if_absent=True):
             return
         # Another writer that gives up may have removed files without seeing this commit, which is then withdrawn. It is
         # not withdrawn if the storage fails to list the files, since they may be there.
@@ -302,14 +286,77 @@ class CheckpointStore:
             (folder / COMMIT).unlink(missing_ok=True)
             raise
 
+    def write_part(self, files: Mapping[str, Content], commit: Commit, index: int, count: int) -> None:
+        """Writes the files of one part of a checkpoint, and last the file with their digests.
+
+        Args:
+            files: The contents of the files by name.
+            commit: Describes the checkpoint; its prefix is the same for all parts and belongs to no other attempt.
+            index: Index of the part.
+            count: Number of parts.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        folder = self._paths.checkpoint(commit.step, commit.fence)
+        digests = {name: _put_hashed(folder / f"{commit.prefix}{name}", content) for name, content in files.items()}
+        put_json(folder / part_file(commit, index, count), digests)
+
+    def fail_part(self, commit: Commit, index: int, count: int, error: str) -> None:
+        """Declares that a part cannot be written, so that no other rank waits for it."""
+        folder = self._paths.checkpoint(commit.step, commit.fence)
+        put_json(folder / part_file(commit, index, count), {"error": error})
+
+    def commit_parts(self, commit: Commit, count: int, before_commit: Callable[[Commit], None]) -> bool:
+        """Commits a checkpoint of which all parts are written; returns False if a part is not written yet.
+
+        The digest of the parameters is computed from the written files, tensor by tensor.
+
+        Args:
+            commit: Describes the checkpoint; its files, the digest of the parameters and the time are filled in.
+            count: Number of parts.
+            before_commit: Called with the checkpoint before the commit.
+
+        Raises:
+            CheckpointError: A part could not be written, or differs from the others.
+            LeaseLostError: A later start has taken the run over; nothing was committed.
+            OSError: The storage refused.
+        """
+        folder = self._paths.checkpoint(commit.step, commit.fence)
+        parts = read_all_json([folder / part_file(commit, i, count) for i in range(count)], missing=b"null")
+        if errors := [part["error"] for part in parts if part and "error" in part]:
+            raise CheckpointError(f"a part of the checkpoint could not be written: {errors[0]}")
+        if None in parts:
+            return False
+        files = {name: entry for part in parts for name, entry in part.items()}
+        commit = replace(commit, files=files, time_s=time.time())
+        commit = replace(
+            commit, params_digest=params_digest(open_tensors(self._open_files(commit, is_model_file).values()))
+        )
+        before_commit(commit)
+        check_lease(self._paths, commit.fence)
+        _check_files_exist(folder, [f"{commit.prefix}{name}" for name in files])
+        is_bad = (folder / _BAD).exists()
+        if is_bad:
+            (folder / COMMIT).unlink(missing_ok=True)
+        self._put_commit(folder, commit)
+        if is_bad:
+            (folder / _BAD).unlink(missing_ok=True)
+        # Earlier attempts may have left files, and the digests of the parts are in the commit.
+        with suppress(OSError, CheckpointError):
+            _remove_leftovers(folder)
+        return True
+
     def discard(self, commit: Commit) -> None:
         """Removes the files that failed writes have left of a checkpoint, unless it was committed after all.
 
-        `WRITER.json` stays, so that no other attempt takes the plain names while the first one may still write.
+        `WRITER.json` stays, so that no other attempt takes the plain names while the first one may still write. Of a
+        checkpoint in parts only the files of this attempt are removed, since other ranks may make another one.
         """
         folder = self._paths.checkpoint(commit.step, commit.fence)
         if not (folder / COMMIT).exists():
-            _remove_files(folder, {WRITER})
+            others = [name for name in list_files(folder) if not name.startswith(commit.prefix)]
+            _remove_files(folder, {WRITER, *others})
 
     def commits(self) -> list[Commit]:
         """Returns all committed checkpoints that are neither bad, damaged nor of another version, by step and fence."""
@@ -323,36 +370,71 @@ class CheckpointStore:
                 commits.append(parse_commit(name, data))
         return sorted(commits, key=lambda c: (c.step, c.fence))
 
-    def load(self, commit: Commit) -> dict[str, bytes]:
+    def load(self, commit: Commit, is_wanted: Callable[[str], bool] = lambda name: True) -> dict[str, bytes]:
         """Returns the verified contents of a checkpoint's files by name.
+
+        Args:
+            commit: The checkpoint.
+            is_wanted: Returns for the name of a file whether to load it.
 
         Raises:
             DamagedError: A file is missing, cut short or changed.
             CheckpointError: The name of a file would lead out of the checkpoint's directory.
             FileNotFoundError: The whole checkpoint was removed meanwhile.
         """
-        folder = self._paths.checkpoint(commit.step, commit.fence)
         files = {}
-        for name, committed in commit.files.items():
-            stored = f"{commit.prefix}{name}"
-            if not _FILE.fullmatch(stored):
-                raise CheckpointError(
-                    f"{folder.name}/{COMMIT} names the file {stored!r}, which cannot be one of the checkpoint's own"
-                )
-            try:
-                data = (folder / stored).read_bytes()
-            except FileNotFoundError as error:
-                if not (folder / COMMIT).exists():
-                    raise
-                raise DamagedError(f"{folder.name}/{name} is missing") from error
-            if len(data) != committed["bytes"]:
-                raise DamagedError(f"{folder.name}/{name} has {len(data)} bytes, {committed['bytes']} were committed")
-            if hashlib.sha256(data).hexdigest() != committed["sha256"]:
-                raise DamagedError(f"{folder.name}/{name} differs from what was committed (SHA-256)")
-            files[name] = data
+        for name in filter(is_wanted, commit.files):
+            files[name] = data = self._access(commit, name, lambda path: path.read_bytes())
+            _check_file(commit, name, len(data), hashlib.sha256(data).hexdigest())
         return files
 
-    def load_newest(self, on_fallback: Callable[[Fallback], None], above: int = -1) -> tuple[Commit, Snapshot] | None:
+    def load_model(self, commit: Commit) -> dict[str, Tensor]:
+        """Returns the parameters and persistent buffers of a checkpoint by name; verifies all its files, see `load`."""
+        self.verify(commit, lambda name: not is_model_file(name))
+        return unpack_model(self.load(commit, is_model_file))
+
+    def verify(self, commit: Commit, is_wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Verifies files of a checkpoint without the memory for one, see `load`."""
+        for name in filter(is_wanted, commit.files):
+            size, sha = 0, hashlib.sha256()
+            with self._access(commit, name, open_data_file) as file:
+                while block := file.read(_BLOCK_BYTES):
+                    size += len(block)
+                    sha.update(block)
+            _check_file(commit, name, size, sha.hexdigest())
+
+    def open_verified(self, commit: Commit) -> Snapshot:
+        """Verifies a checkpoint; returns it with tensors that are read when they are needed, see `open_snapshot`."""
+        self.verify(commit)
+        return self.open(commit)
+
+    def open(self, commit: Commit) -> Snapshot:
+        """Returns a checkpoint that is verified already, see `open_verified`."""
+        return open_snapshot(self._open_files(commit, lambda name: True))
+
+    def _open_files(self, commit: Commit, is_wanted: Callable[[str], bool]) -> dict[str, IO[bytes]]:
+        return {name: self._access(commit, name, open_data_file) for name in commit.files if is_wanted(name)}
+
+    def _access(self, commit: Commit, name: str, access: Callable[[Location], T]) -> T:
+        """Returns the result of a function for a file of a checkpoint; for errors see `load`."""
+        folder, stored = self._paths.checkpoint(commit.step, commit.fence), f"{commit.prefix}{name}"
+        if not _FILE.fullmatch(stored):
+            raise CheckpointError(
+                f"{folder.name}/{COMMIT} names the file {stored!r}, which cannot be one of the checkpoint's own"
+            )
+        try:
+            return access(folder / stored)
+        except FileNotFoundError as error:
+            if not (folder / COMMIT).exists():
+                raise
+            raise DamagedError(f"{folder.name}/{name} is missing") from error
+
+    def load_newest(
+        self,
+        on_fallback: Callable[[Fallback], None],
+        above: int = -1,
+        read: Callable[[Commit], Snapshot] | None = None,
+    ) -> tuple[Commit, Snapshot] | None:
         """Returns the newest intact checkpoint after the step `above`, or None if none was committed after it.
 
         Args:
@@ -360,6 +442,7 @@ class CheckpointStore:
                 checkpoint is marked bad and not read again. One with content that this version refuses is not marked,
                 since another version may read it.
             above: The step; checkpoints up to it are ignored and not read.
+            read: Verifies and reads a checkpoint; None loads it as a whole.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used; nothing is deleted.
@@ -373,7 +456,7 @@ class CheckpointStore:
                 if _BAD in files:
                     raise CheckpointError(str(read_json(files[_BAD])["reason"]))
                 commit = parse_commit(name, files[COMMIT].read_bytes())
-                snapshot = unpack(self.load(commit))
+                snapshot = read(commit) if read is not None else unpack(self.load(commit))
                 if snapshot.step != commit.step:
                     raise CheckpointError(f"it holds the state of step {snapshot.step}")
                 return commit, snapshot
@@ -466,6 +549,15 @@ class CheckpointStore:
             if NAME.fullmatch(folder):
                 folders.setdefault(folder, {})[name] = file
         return folders
+
+
+def _check_file(commit: Commit, name: str, size: int, sha256: str) -> None:
+    """Raises `DamagedError` if a file has another size or digest than was committed."""
+    file, committed = f"step-{commit.step:08d}-{commit.fence:04d}/{name}", commit.files[name]
+    if size != committed["bytes"]:
+        raise DamagedError(f"{file} has {size} bytes, {committed['bytes']} were committed")
+    if sha256 != committed["sha256"]:
+        raise DamagedError(f"{file} differs from what was committed (SHA-256)")
 
 
 class _FilesRemovedError(OSError):

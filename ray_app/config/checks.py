@@ -229,6 +229,12 @@ _STRATEGY_RULES = (
     *map(_unused_field_rule, sorted(frozenset[str]().union(*(traits.train_fields for traits in STRATEGIES.values())))),
     *map(_common_step_rule, ("every_steps", "snapshot_every_steps")),
     Rule(
+        "checkpoint.snapshot_every_steps",
+        lambda c: c.train.strategy_traits.shards_parameters,
+        " with train.strategy {c.train.strategy}, whose state does not fit into one process; set train.peer_replica, or"
+        " a shorter checkpoint.every_steps.",
+    ),
+    Rule(
         "train.cpu_offload",
         lambda c: c.train.strategy_traits.shards_parameters and c.scaling.gpus_per_worker == 0,
         ", but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.",

@@ -129,7 +129,6 @@ STRATEGIES: dict[str, StrategyTraits] = {
         train_fields=frozenset({"cpu_offload", "peer_replica", "profile_steps"}),
         refused_values=(
             RefusedValue("train.precision", "fp16", "where bf16 needs no scale; use bf16."),
-            RefusedValue("train.compile", True, "whose parameters come and go during a pass; leave it out."),
             RefusedValue("evaluate.where", "workers", "where no worker has a whole model; use actor."),
         ),
         keeps_parameter_groups=True,

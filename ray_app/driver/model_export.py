@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_app.checkpoint.format import MODEL
+from ray_app.checkpoint.format import is_model_file
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, default_tracking_uri
+from ray_app.config.rules import PositiveFloat
 from ray_app.data.probes import read_stored_rows
 from ray_app.driver.trained_run import best_commit, choose_checkpoint, load_model, load_trained_job, read_tokenizer
 from ray_app.errors import ConfigError, RegistryError
-from ray_app.models.export import refuse_taken, write_export
+from ray_app.models.export import refuse_taken, write_export, write_parameters
 from ray_app.models.package import make_package
 from ray_app.models.registry import Registered, find, promote, register, request_timeout_s
 from ray_app.preflight.prepare import prepare
@@ -136,7 +137,7 @@ def _model_bytes(job: Job) -> int:
     """Returns the bytes of the newest checkpoint's parameters; 0 if the storage does not answer."""
     with suppress(OSError):
         if commits := CheckpointStore(job.paths).commits():
-            return int(commits[-1].files.get(MODEL, {}).get("bytes", 0))
+            return sum(int(file["bytes"]) for name, file in commits[-1].files.items() if is_model_file(name))
     return 0
 
 
@@ -225,12 +226,15 @@ class ExportOptions:
         checkpoint: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.
         overwrite: Replace `out` if it is an export.
+        max_file_gb: Write the parameters alone, in files of at most so many GB, with an index as Transformers reads it
+            and without memory for all of them; None writes the model as one program or file.
     """
 
     run: str
     out: str
     checkpoint: str = "best"
     overwrite: bool = False
+    max_file_gb: PositiveFloat | None = None
 
 
 def export_run(options: ExportOptions) -> dict[str, Any]:
@@ -251,7 +255,11 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
     refuse_taken(out, options.overwrite)
     job = load_trained_job(paths)
     commit = choose_checkpoint(job, options.checkpoint)
-    model, source = load_model(job, commit), _source(job, commit)
+    source = _source(job, commit)
+    if options.max_file_gb is not None:
+        parameters: dict[str, Any] = CheckpointStore(paths).open_verified(commit).model
+        return write_parameters(parameters, out, source, int(options.max_file_gb * 1e9), options.overwrite)
+    model = load_model(job, commit)
     example = read_stored_rows(paths.example)
     return write_export(job.task, model, example, out, source, options.overwrite, read_tokenizer(job))
 

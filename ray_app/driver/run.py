@@ -54,7 +54,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s, put_json
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
-from ray_app.train.checkpointing.step_log import record_fallback
+from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, Phase, RendezvousStatus
 from ray_app.version import __version__
@@ -342,7 +342,8 @@ class Run:
         """Returns whether there is nothing to train, and verifies the newest checkpoint, which no restore does then."""
         if not self._is_complete():
             return False
-        CheckpointStore(self.job.paths).load_newest(partial(record_fallback, self.job))
+        store = CheckpointStore(self.job.paths)
+        store.load_newest(partial(record_fallback, self.job), read=store.open_verified)
         return self._is_complete()
 
     def _is_over(self) -> bool:

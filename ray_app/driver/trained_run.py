@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ray_app.checkpoint.format import params_digest, unpack_model
+from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
@@ -120,7 +120,7 @@ def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
 def load_model(job: Job, commit: Commit) -> torch.nn.Module:
     """Returns the model of a checkpoint, on the CPU and in evaluation mode, after a check of its parameters' digest."""
     model = job.task.build_model()
-    model.load_state_dict(unpack_model(CheckpointStore(job.paths).load(commit)))
+    model.load_state_dict(CheckpointStore(job.paths).load_model(commit))
     if params_digest(model.state_dict()) != commit.params_digest:
         raise CheckpointError(f"The model of step {commit.step} has other parameters than were committed.")
     return model.eval()

@@ -23,7 +23,6 @@ import ray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from ray_app.checkpoint.format import unpack_model
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.data.ray_tasks import MAX_DEATHS, fetch_auto, process_died_error
 from ray_app.data.reader import Fetch, fetch_in_process, load_all
@@ -237,7 +236,7 @@ class Evaluator:
         if self._before_evaluation is not None:
             self._before_evaluation(commit)
         try:
-            state = unpack_model(self._store.load(commit))
+            state = self._store.load_model(commit)
             self._scorer.load(state)
         except DamagedError as error:
             self._record_skipped(commit, str(error))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ray_app.checkpoint.store import ALL_CHECKPOINTS, CheckpointStore, Commit, Pin
+from ray_app.checkpoint.retention import ALL_CHECKPOINTS, Pin
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import RowSource

@@ -19,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ray_app.checkpoint.format import StoredTensor, write_model
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
@@ -71,22 +73,51 @@ def write_export(
 ) -> dict[str, Any]:
     """Writes a model to a folder, which appears complete or not at all; returns the content of `export.json`.
 
-    A folder that is replaced is missing for a moment.
-
     Raises:
         ConfigError: See `refuse_taken`.
         RegistryError: The model cannot be stored without pickle; the message has the reasons.
+    """
+
+    def write(temporary: Path) -> dict[str, Any]:
+        files = write_files(task, model, example, temporary, tokenizer)
+        with user_code(lambda: "writing an export"):
+            task.export_files(model, temporary)
+        described = source | {"format": files.format, "outputs": files.outputs, "refused": list(files.refused)}
+        return described | {"libraries": sorted(files.libraries)}
+
+    return _make_folder(folder, write, overwrite)
+
+
+def write_parameters(
+    model: Mapping[str, StoredTensor], folder: Path, source: dict[str, Any], max_bytes: int, overwrite: bool = False
+) -> dict[str, Any]:
+    """Writes the parameters of a model that may not fit into memory; returns the content of `export.json`.
+
+    The folder has files of at most `max_bytes`, see `write_model`, and neither a program nor `package.json`.
+
+    Raises:
+        ConfigError: See `refuse_taken`.
+    """
+
+    def write(temporary: Path) -> dict[str, Any]:
+        write_model(model, temporary, max_bytes)
+        return source | {"format": "safetensors", "refused": ["it is in parts"]}
+
+    return _make_folder(folder, write, overwrite)
+
+
+def _make_folder(folder: Path, write: Callable[[Path], dict[str, Any]], overwrite: bool) -> dict[str, Any]:
+    """Makes the folder of an export, of which `write` writes the files and returns a part of `export.json`.
+
+    A folder that is replaced is missing for a moment.
     """
     refuse_taken(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary, old = (folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp" for _ in range(2))
     temporary.mkdir()
     try:
-        files = write_files(task, model, example, temporary, tokenizer)
-        with user_code(lambda: "writing an export"):
-            task.export_files(model, temporary)
-        described = source | {"format": files.format, "outputs": files.outputs, "refused": list(files.refused)}
-        described |= {"libraries": sorted(files.libraries), "files": _digests(temporary)}
+        described = write(temporary)
+        described |= {"files": _digests(temporary)}
         (temporary / EXPORT).write_text(to_json(described, indent=1))
         refuse_taken(folder, overwrite)
         if folder.exists():
@@ -247,7 +278,11 @@ def _import_task_class(class_path: str) -> type[Task]:
 def _digests(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a folder except `export.json` and Python's bytecode, by relative path."""
     files = (f for f in sorted(folder.rglob("*")) if f.is_file() and f.suffix != ".pyc" and f.name != EXPORT)
-    return {f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    digests = {}
+    for file in files:
+        with file.open("rb") as opened:
+            digests[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
+    return digests
 
 
 _FILES = {"torch.export": loader.EXPORTED, "safetensors": loader.WEIGHTS}

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import safetensors.torch
 
-from ray_app.checkpoint.format import MODEL
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri, digest_json
 from ray_app.config.rules import NonNegativeFloat, NumberRange, PositiveInt, check_fields, refuse
@@ -272,7 +272,8 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     job = load_trained_job(paths, trained)
     commit = choose_checkpoint(job, "best")
     source = {"run": paths.name, "step": commit.step, "config_digest": commit.config_digest}
-    return Model(job.task, CheckpointStore(paths).load(commit)[MODEL], None, commit.params_digest), source, []
+    weights = safetensors.torch.save(CheckpointStore(paths).load_model(commit))
+    return Model(job.task, weights, None, commit.params_digest), source, []
 
 
 def _check_section(section: PredictSection) -> None:

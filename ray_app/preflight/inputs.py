@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ray_app.checkpoint.format import params_digest, unpack_model
+from ray_app.checkpoint.format import is_model_file, params_digest, unpack_model
 from ray_app.checkpoint.store import COMMIT, CheckpointStore
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.import_paths import load_class
@@ -216,12 +216,11 @@ def _read_source(source: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
     if RunPaths(location).config.exists():
         return _read_best_checkpoint(RunPaths(location)), _read_run_classes(RunPaths(location))
     commit = (read_json(location / COMMIT) if (location / COMMIT).exists() else None) or {}
-    weights = location / f"{commit.get('prefix', '')}{WEIGHTS}"
-    if not weights.exists():
-        return read_parameters(source, None), _read_package_classes(source)
-    params = read_parameters(str(weights), None)
     if not commit:
-        return params, _read_package_classes(str(weights))
+        weights = str(location / WEIGHTS) if (location / WEIGHTS).exists() else source
+        return read_parameters(weights, None), _read_package_classes(weights)
+    names = filter(is_model_file, commit.get("files", {}))
+    params = unpack_model({name: (location / f"{commit.get('prefix', '')}{name}").read_bytes() for name in names})
     if commit.get("params_digest") != params_digest(params):
         raise ConfigError(f"train.init_from {source!r} is damaged: its parameters are not those of its {COMMIT}.")
     return params, _read_run_classes(RunPaths(location.parent.parent))
@@ -232,7 +231,7 @@ def _read_best_checkpoint(paths: RunPaths) -> dict[str, Tensor]:
     store, best = CheckpointStore(paths), (read_json(paths.summary) or {}).get("best") or {}
     for commit in sorted(store.commits(), key=lambda c: (c.step == best.get("step"), c.step, c.fence), reverse=True):
         try:
-            params = unpack_model(store.load(commit))
+            params = store.load_model(commit)
         except CheckpointError as error:
             logger.warning("The checkpoint of step %d of %s is skipped: %s", commit.step, paths.root, error)
             continue

@@ -15,7 +15,11 @@ the backward of one logical worker on every rank at the same time.
 
 from __future__ import annotations
 
+import math
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ray_app.config.sections import TrainSection
-from ray_app.devices import kind_of
+from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import Node, subtrees
 from ray_app.reduction.overlap import record_on_current_stream
@@ -42,11 +46,37 @@ from ray_app.torch_private import (
     DefaultReduceScatter,
     FsdpParameters,
     ReduceScatter,
+    TorchDispatchMode,
     is_before_backward,
     run_backward,
     shard_version,
     wrap_shard,
 )
+
+_MIN_MAPPED_BYTES = 1 << 20
+"""The smallest size of a tensor for which `MappedInit` makes a file."""
+
+
+class MappedInit(TorchDispatchMode):
+    """A context in which a model is built with its large parameters in temporary files that are mapped into memory.
+
+    The operating system can write their pages out, so a model can be built that fits into the memory of no process,
+    with the same values as elsewhere. Tensors of the device `meta` would need less, but torch draws no values for them.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an operator, or makes a tensor in a file in place of a large one of `torch.empty`."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format and kwargs.get("device", HOST) == HOST:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            numel = math.prod(args[0])
+            if numel * dtype.itemsize >= _MIN_MAPPED_BYTES:
+                # On a disk without space the tensor is in memory.
+                with suppress(OSError), tempfile.NamedTemporaryFile(prefix="ray_app-init-") as file:
+                    # Without this, a write into the mapped memory would end the process when the disk is full.
+                    os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+                    return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(args[0])
+        return func(*args, **kwargs)
 
 
 def shard_model(
@@ -102,21 +132,10 @@ def _shares_parameters(part: nn.Module, model: nn.Module) -> bool:
     return any(id(p) in outside for p in part.parameters())
 
 
-def shard_like(value: Tensor, parameter: DTensor) -> DTensor:
-    """Returns this rank's shard of a whole tensor, in memory of its own.
-
-    The tensor has the shape of `parameter` and is cut along its first dimension in the same way.
-    """
-    mesh, local = parameter.device_mesh, parameter.to_local()
-    size = -(-value.shape[0] // mesh.size())
-    rank = mesh.get_local_rank()
-    shard: DTensor = wrap_shard(value[rank * size : (rank + 1) * size].to(local.device, copy=True), parameter)
-    return shard
-
-
-def gather_whole(value: Tensor) -> Tensor:
-    """Returns the whole of a tensor; if the tensor is sharded, the call is a collective of all ranks."""
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+def shard_rows(num_rows: int, rank: int, size: int) -> range:
+    """Returns the rows of a parameter that a rank has, of `num_rows` along its first dimension."""
+    rows = -(-num_rows // size)
+    return range(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows))
 
 
 class _LockedAllGather(DefaultAllGather):
@@ -488,5 +507,4 @@ class DeterministicShardedReducer(FsdpReducer):
 
 def _shard_bytes(p: DTensor, rank: int, size: int) -> int:
     """Returns the bytes of a rank's shard of a parameter."""
-    rows = -(-p.shape[0] // size)
-    return max(0, min(rows, p.shape[0] - rank * rows)) * p.shape[1:].numel() * p.dtype.itemsize
+    return len(shard_rows(p.shape[0], rank, size)) * p.shape[1:].numel() * p.dtype.itemsize

@@ -9,9 +9,11 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from ray_app.checkpoint.format import open_tensors
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
@@ -22,10 +24,11 @@ from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.runlog.evaluations import Evaluation, Verdict, early_stop, rank_candidates
 from ray_app.runlog.paths import RunPaths
+from ray_app.storage.data_files import open_data_file
 from ray_app.storage.files import to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
-from ray_app.train.state.parameters import read_parameters
+from ray_app.train.state.parameters import check_parameters_digest, read_parameters
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,19 @@ class Job:
             OSError: The storage does not answer.
         """
         return read_parameters(self.initial, self.config.train.init_digest) if self.initial is not None else None
+
+    def open_initial(self, verifies: bool) -> dict[str, Any] | None:
+        """Returns the initial parameters as `read_initial` does, with rows that are read when they are needed.
+
+        Args:
+            verifies: Whether to compare the parameters with their digest, for which all are read.
+        """
+        if self.initial is None:
+            return None
+        parameters = open_tensors([open_data_file(to_location(self.initial))])
+        if verifies:
+            check_parameters_digest(parameters, self.initial, self.config.train.init_digest)
+        return parameters
 
     @property
     def rendezvous(self) -> str:

@@ -26,7 +26,8 @@ from ray_app.task import environment
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.checkpointing.step_log import BadRows, StepLog, restore_state
+from ray_app.train.checkpointing.restore import restore_state
+from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job
 from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase
@@ -110,7 +111,10 @@ class _Worker:
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
                     is_run_over = not flags & Flags.REFORM
-                    self._state.sync.collect()
+                    if is_run_over:
+                        self._step_log.wait_for_parts(world)
+                    else:
+                        self._state.sync.end_generation(self._membership.is_draining())
                 broken_since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
@@ -184,10 +188,11 @@ class _Worker:
         self._rank = world.rank
         self._enter("forming")
         self._step_log.collect(world)
+        self._step_log.commit_parts(world, broken_since_s is not None)
         job, state = self._job, self._state
         divergent_ranks = state.sync.share(
             world,
-            lambda: restore_state(job, state, self._step_log, self._sender, self._device),
+            lambda: restore_state(job, state, self._step_log, self._sender, self._device, world),
             was_broken=broken_since_s is not None,
         )
         if world.rank in divergent_ranks:

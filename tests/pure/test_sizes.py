@@ -13,21 +13,21 @@ import pytest
 from tests.support.paths import ROOT
 
 CEILINGS = {
-    "ray_app/checkpoint": 650,
+    "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_431,
     "ray_app/cluster": 4_806,
-    "ray_app/config": 1_702,
+    "ray_app/config": 1_707,
     "ray_app/data": 4_232,
     "ray_app/drill": 2_972,
-    "ray_app/driver": 2_899,
+    "ray_app/driver": 2_908,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_438,
     "ray_app/keras": 994,
-    "ray_app/models": 2_301,
+    "ray_app/models": 2_336,
     "ray_app/plan": 863,
-    "ray_app/predict": 611,
-    "ray_app/preflight": 4_711,
-    "ray_app/reduction": 2_341,
+    "ray_app/predict": 612,
+    "ray_app/preflight": 4_710,
+    "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
     "ray_app/retrain": 2_137,
     "ray_app/runlog": 2_261,
@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 9_841,
     "ray_app/track": 1_031,
-    "ray_app/train": 9_709,
+    "ray_app/train": 10_117,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_526,
+    "tests": 73_825,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

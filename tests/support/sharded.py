@@ -10,6 +10,7 @@ from torch import nn
 from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun
 from ray_app.train.job import Job
+from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import make_job
 
 SGD = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.05, "momentum": 0.9}}
@@ -40,6 +41,11 @@ def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
         "checkpoint__every_steps": 6,
     }
     return make_job(folder, data, logical_workers=4, batch=12, task=task or Units(), **(defaults | fields))
+
+
+def committed_before(job: Job, kill: int, step: int = 6) -> DelayUntilEvent:
+    """Returns a hook that delays the steps from `kill` on until the checkpoint of a step is committed."""
+    return DelayUntilEvent(job.run_root, "checkpointed", {"step": step}, after=kill, each_s=60.0)
 
 
 def assert_bit_identical(actual: TrainedRun, expected: TrainedRun) -> None:

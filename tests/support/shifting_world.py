@@ -98,11 +98,18 @@ def train_shifting(
 ) -> list[RankResult]:
     """Trains in several generations; returns the result of each worker."""
     return pool.call(
-        1 + max(max(group, default=0) for group in groups), _train, job, groups, reforms, hooks, windows, backend
+        1 + max(max(group, default=0) for group in groups),
+        train_in_groups,
+        job,
+        groups,
+        reforms,
+        hooks,
+        windows,
+        backend,
     )
 
 
-def _train(
+def train_in_groups(
     worker: int,
     store: Path,
     job: Job,

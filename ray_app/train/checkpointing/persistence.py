@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,8 @@ from ray.actor import ActorHandle
 from torch import nn
 
 from ray_app.checkpoint.format import Snapshot, file_writers, pack, params_digest, unpack
-from ray_app.checkpoint.store import CheckpointStore, Commit, Pin, skipped_evaluations
+from ray_app.checkpoint.retention import Pin, skipped_evaluations
+from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.sections import CheckpointSection
 from ray_app.devices import kind_of
 from ray_app.errors import CheckpointError, ConfigError, LeaseLostError
@@ -34,6 +36,7 @@ from ray_app.retry import Retry
 from ray_app.runlog.evaluations import evaluated_steps
 from ray_app.runlog.journal import PendingEvents, StepRecord, put_event
 from ray_app.runlog.paths import RunPaths
+from ray_app.storage.files import poll_interval_s
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ _RETRY = Retry(0.5, jitter=0.5, attempts=6)
 All pauses together take up to 16 s, and each failed attempt the time that the storage takes to fail. The next
 checkpoint begins only after the last attempt.
 """
+_PARTS_TIMEOUT_S = 60.0
+"""Seconds that rank 0 waits for the parts of other ranks, in addition to ten times what its own part has taken."""
 MAX_SNAPSHOT_ACTORS = 2
 """The number of snapshot actors of a run: one on the driver's node and one on another node."""
 _ACTOR_TIMEOUT_S = 60.0
@@ -82,6 +87,8 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._lease_error: LeaseLostError | None = None
+        # Whether this rank's part of the checkpoint is written or has failed, and whether to wait no longer for others.
+        self._is_part_done, self._ends_wait = threading.Event(), threading.Event()
         # Checkpoints of which all attempts have failed and files may be left.
         self._failed_commits: list[Commit] = []
         self.pending_events = PendingEvents(paths)
@@ -103,6 +110,8 @@ class CheckpointWriter:
         self.wait()
         self.raise_if_lost()
         snapshot = take()
+        self._is_part_done.clear()
+        self._ends_wait.clear()
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, commit), name="checkpoint-writer", daemon=True
         )
@@ -113,6 +122,29 @@ class CheckpointWriter:
         """Waits until no checkpoint is being written."""
         if self._thread is not None:
             self._thread.join()
+
+    def wait_for_part(self) -> None:
+        """Waits until this rank's part of a checkpoint in parts is written or has failed."""
+        if self._thread is not None:
+            self._is_part_done.wait()
+
+    def end_wait(self) -> None:
+        """Ends the wait for parts of other ranks; if one is still missing, the checkpoint is not committed."""
+        self._ends_wait.set()
+        self.wait()
+
+    def commit_written(self, commit: Commit, count: int) -> None:
+        """Commits a checkpoint in place of a lost rank if all its parts are written; an error is only logged.
+
+        Args:
+            commit: The checkpoint.
+            count: Number of its parts.
+        """
+        try:
+            if self._store.commit_parts(commit, count, self._call_before_commit):
+                put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why)
+        except Exception as error:
+            logger.warning("The checkpoint of step %d is not committed: %s", commit.step, error)
 
     def raise_if_lost(self) -> None:
         """Raises if the last write found the lease lost; reads no file, so it can be called after every step.
@@ -147,6 +179,9 @@ class CheckpointWriter:
                 raise error
             reasons.append(f"{type(error).__name__}: {error}")
             self._failure = reasons[-1]
+            # Another rank has not written its part, which no further attempt of this rank changes.
+            if isinstance(error, CheckpointError):
+                raise error
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 # Evaluators may have released checkpoints since the last commit, and removing these frees space.
                 self._remove_old(commit.fence)
@@ -163,11 +198,16 @@ class CheckpointWriter:
             details |= {"attempts": len(reasons), "reason": reasons[-1]}
             self.pending_events.put("write_failed", commit.fence, **details)
             self._remove_old(commit.fence)
+            if snapshot.part is not None and not self._is_part_done.is_set():
+                with suppress(OSError):
+                    self._store.fail_part(commit, *snapshot.part, reasons[-1])
         else:
             self._failure = None
             if reasons:
                 details |= {"attempts": len(reasons) + 1, "reason": reasons[-1]}
                 put_event(self._paths, "write_retried", commit.fence, **details)
+        finally:
+            self._is_part_done.set()
 
     def _write_once(self, snapshot: Snapshot, commit: Commit) -> None:
         """Writes and commits a checkpoint, and then removes those that are no longer needed.
@@ -177,14 +217,49 @@ class CheckpointWriter:
             Exception: The checkpoint was not committed.
         """
         start_s = time.perf_counter()
-        commit = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
-        if self._before_commit is not None:
-            self._before_commit(commit)
-        self._store.write(file_writers(snapshot), commit)
+        if snapshot.part is not None:
+            index, count = snapshot.part
+            if not self._is_part_done.is_set():
+                self._store.write_part(file_writers(snapshot), commit, index, count)
+                self._is_part_done.set()
+            if index:
+                return
+            self._commit_parts(commit, count, _PARTS_TIMEOUT_S + 10 * (time.perf_counter() - start_s))
+        else:
+            commit = replace(commit, params_digest=params_digest(snapshot.model), time_s=time.time())
+            self._call_before_commit(commit)
+            self._store.write(file_writers(snapshot), commit)
         duration_s = time.perf_counter() - start_s
         put_event(self._paths, "checkpointed", commit.fence, step=commit.step, why=commit.why, duration_s=duration_s)
         logger.info("The checkpoint of step %d is committed (%s), after %.1f s.", commit.step, commit.why, duration_s)
         self._remove_old(commit.fence)
+
+    def _call_before_commit(self, commit: Commit) -> None:
+        if self._before_commit is not None:
+            self._before_commit(commit)
+
+    def _commit_parts(self, commit: Commit, count: int, limit_s: float) -> None:
+        """Waits for the parts of all ranks and commits them.
+
+        Args:
+            commit: The checkpoint.
+            count: Number of parts.
+            limit_s: Maximum number of seconds to wait.
+
+        Raises:
+            CheckpointError: A part could not be written, or is not written in time or before a new generation begins.
+            LeaseLostError: A later start of the driver has taken the run over.
+            OSError: The storage refused.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            # The parts are read once more after the wait has ended, so that none that is written is missed.
+            is_last = self._ends_wait.is_set() or time.monotonic() > deadline_s
+            if self._store.commit_parts(commit, count, self._call_before_commit):
+                return
+            if is_last:
+                raise CheckpointError("other ranks have not written their parts of the checkpoint")
+            self._ends_wait.wait(poll_interval_s(self._paths.root) / 10)
 
     def _record_skipped(self, fence: int, pins: list[Pin], removed_steps: list[int]) -> None:
         """Records each evaluation that will never be made, since its checkpoint is about to be removed.

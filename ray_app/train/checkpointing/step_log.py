@@ -7,9 +7,6 @@ records of every rank; only records that some ranks lack are sent, each by one r
 
 `BadRows` lists the rows that a run skips because they cannot be decoded. Every row has a file of its own, so that each
 worker can write the files of its rows.
-
-`restore_state` restores what a start or a generation without a state continues from: the newest snapshot with its
-records, the newest intact checkpoint, or the initial state.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -25,20 +23,19 @@ from typing import Any, Literal
 import torch
 
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
+from ray_app.checkpoint.store import PARTS_VERSION, CheckpointStore, Commit
 from ray_app.data.windows import MicroBatch
-from ray_app.errors import CheckpointError, DataError
+from ray_app.errors import DataError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.messages import broadcast, gather
 from ray_app.reduction.world import World
-from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event, read_events
-from ray_app.runlog.redaction import redact_value
+from ray_app.runlog.journal import MetricsWriter, StepRecord, put_event
 from ray_app.storage.files import list_files, put_json
 from ray_app.task import environment
 from ray_app.train.checkpointing.persistence import CheckpointWriter, SnapshotSender, keeps_copies, warn_of_copies
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Membership, Phase
-from ray_app.train.state.state import NO_STATE, TrainingState
+from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import transfer_snapshot
 from ray_app.train.step.step_stats import StepResult
 from ray_app.train.stragglers import StragglerReporter
@@ -81,6 +78,8 @@ class StepLog:
         self._sender = sender
         self._environment = environment.describe(device)
         self._world, self._keeps_copies = World(0, 1, 1), False
+        # Whether every rank writes its part of a checkpoint.
+        self._is_sharded = job.config.train.strategy_traits.shards_parameters
         # The number of the driver's start and of the generation, see `StepRecord.generation`.
         self._generation = ""
         # The records that are not known to be on storage, by ascending steps.
@@ -110,6 +109,46 @@ class StepLog:
         """
         self._records = deque(gather_records(self._records, world).values(), maxlen=_MAX_RECORDS)
 
+    def wait_for_parts(self, world: World) -> None:
+        """Waits until every rank has written its part of a checkpoint in parts; a collective.
+
+        Raises:
+            PeerLostError: A peer left meanwhile; its part may be missing.
+        """
+        if self._is_sharded:
+            self._membership.enter("saving")
+            self._checkpoint_writer.wait_for_part()
+            self._membership.enter("reduction")
+            gather(None, world)
+
+    def commit_parts(self, world: World, was_broken: bool) -> None:
+        """Commits or gives up the checkpoint in parts that a broken generation has left; a collective.
+
+        It is called before the state is shared, which may continue from this checkpoint.
+
+        Args:
+            world: The workers of the generation.
+            was_broken: Whether the last generation broke for this rank.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        if not self._is_sharded or not any(gather(was_broken, world)):
+            return
+        self.wait_for_parts(world)
+        self._membership.enter("saving")
+        self._checkpoint_writer.end_wait()
+        pending = gather([(commit, snapshot.part) for commit, snapshot in self._pending_checkpoints], world)
+        if world.rank == 0:
+            committed = self._list_committed()
+            # The rank that had to commit may be lost.
+            attempts = {(commit.step, commit.prefix): (commit, part) for of_rank in pending for commit, part in of_rank}
+            for commit, part in attempts.values():
+                if (commit.step, commit.fence) not in committed and part is not None:
+                    self._checkpoint_writer.commit_written(commit, part[1])
+        self._membership.enter("forming")
+        self._pending_checkpoints.clear()
+
     def discard_copies(self) -> None:
         """Forgets the copies of checkpoints that are not known to be on storage.
 
@@ -135,9 +174,10 @@ class StepLog:
         self._records = deque(
             (record for step, record in merged.items() if step <= self._state.step), maxlen=_MAX_RECORDS
         )
-        self._keeps_copies = keeps_copies(world, self._state.device, self._job.config.evaluate.patience)
-        if not self._generation and (world.rank == 0 or self._keeps_copies):
-            warn_of_copies(self._state.model)
+        if not self._is_sharded:
+            self._keeps_copies = keeps_copies(world, self._state.device, self._job.config.evaluate.patience)
+            if not self._generation and (world.rank == 0 or self._keeps_copies):
+                warn_of_copies(self._state.model)
         self._world, self._generation = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
@@ -146,13 +186,15 @@ class StepLog:
                 self._write(record)
         self._last_written_step = min(self._last_written_step, self._state.step)
         committed = self._list_committed() if world.rank == 0 else set()
-        self._fetch_copies(committed)
-        if world.rank == 0:
-            for commit, snapshot in self._pending_checkpoints:
+        if not self._is_sharded:
+            self._fetch_copies(committed)
+            for commit, snapshot in self._pending_checkpoints if world.rank == 0 else ():
                 if (commit.step, commit.fence) not in committed:
                     self._wait_for_storage("forming")
                     self._checkpoint_writer.save(partial(_identity, snapshot), commit)
-            self._save_missed_checkpoint({step for step, _ in committed})
+        is_missed = world.rank == 0 and self._is_checkpoint_missed({step for step, _ in committed})
+        if gather(is_missed, world)[0] if self._is_sharded else is_missed:
+            self.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "cadence")
         self._report()
 
     def _fetch_copies(self, committed: set[tuple[int, int]]) -> None:
@@ -235,19 +277,21 @@ class StepLog:
         """Makes a checkpoint of the present state; of a partitioned state `StateSync.collect` has to come before.
 
         Rank 0 writes it. Some other ranks keep a copy of the state, see `keeps_copies`; if rank 0 is lost before the
-        checkpoint is committed, the next rank 0 writes such a copy.
+        checkpoint is committed, the next rank 0 writes such a copy. Of a sharded state each rank writes its part.
 
         Args:
             cursor: Position of the next step in the data.
             why: `cadence` if the checkpoint is planned, otherwise `extra`.
             alone: Whether this worker writes the checkpoint and its records even if it is not rank 0. A worker that
-                leaves after a generation broke does so, because rank 0 may be lost.
+                leaves after a generation broke does so, because rank 0 may be lost. It cannot write a sharded state.
         """
         job, step = self._job, self._state.step
-        writes = alone or self._world.rank == 0
+        writes = alone or self._is_sharded or self._world.rank == 0
         if alone:
             for record in self._records:
                 self._write(record)
+            if self._is_sharded:
+                return
         commit = Commit(
             step=step,
             fence=job.fence,
@@ -261,6 +305,9 @@ class StepLog:
             environment=self._environment,
             time_s=0.0,
         )
+        if self._is_sharded:
+            # No other attempt has the same generation and step, so that all ranks know the prefix of this one.
+            commit = replace(commit, prefix=f"g{self._generation}-", schema_version=PARTS_VERSION)
 
         def take() -> Snapshot:
             # The memory of an older snapshot is reused, so no write from it may be in progress.
@@ -279,8 +326,8 @@ class StepLog:
         elif self._keeps_copies:
             take()
 
-    def _save_missed_checkpoint(self, committed: set[int]) -> None:
-        """Makes the checkpoint that is planned at the present step, if it is neither committed nor pending.
+    def _is_checkpoint_missed(self, committed: set[int]) -> bool:
+        """Returns whether a checkpoint is planned at the present step that is neither committed nor pending.
 
         It is missing if all workers were lost before it was written and the state comes from a snapshot, or if rank 0
         was lost while the ranks made their copies for it.
@@ -289,12 +336,8 @@ class StepLog:
             committed: The steps of the checkpoints on storage.
         """
         step = self._state.step
-        if (
-            step
-            and self._job.is_checkpoint_due(step)
-            and step not in committed | {commit.step for commit, _ in self._pending_checkpoints}
-        ):
-            self.checkpoint(Cursor.at(step, self._job.plan.steps_per_epoch), "cadence")
+        is_pending = step in committed | {commit.step for commit, _ in self._pending_checkpoints}
+        return bool(step) and self._job.is_checkpoint_due(step) and not is_pending
 
     def snapshot(self) -> None:
         """Sends a copy of the state to the snapshot actors, from rank 0; see `checkpoint` for a partitioned state."""
@@ -535,66 +578,3 @@ class BadRows:
         path, row_group, row = self._job.plan.manifest.locate(position)
         entry = {"position": position, "path": path, "row_group": row_group, "row": row, "reason": reason}
         put_json(self._job.paths.bad_rows / f"{position:012d}.json", entry)
-
-
-def restore_state(
-    job: Job, state: TrainingState, step_log: StepLog, sender: SnapshotSender, device: torch.device
-) -> None:
-    """Loads the newer of the newest snapshot in memory and the newest intact checkpoint, or initializes the state.
-
-    The state is initialized if there is neither a snapshot nor a checkpoint.
-
-    Args:
-        job: The run.
-        state: The state to load into.
-        step_log: Receives the records that come with a snapshot.
-        sender: Fetches the newest snapshot in memory.
-        device: The device that computes; a change of it since the checkpoint is recorded.
-
-    Raises:
-        CheckpointError: There are checkpoints, but none is intact, and there is no snapshot.
-        ConfigError: There is neither, and the file with the initial parameters is missing or has other parameters than
-            the run began with.
-        OSError: The storage does not answer, and there is no snapshot.
-    """
-    in_memory = sender.newest()
-    try:
-        checkpoint = CheckpointStore(job.paths).load_newest(
-            partial(record_fallback, job), above=in_memory[0].step if in_memory is not None else NO_STATE
-        )
-    except (OSError, CheckpointError) as error:
-        if in_memory is None:
-            raise
-        logger.warning("Going on from the snapshot in memory, since no checkpoint can be read: %s", error)
-        checkpoint = None
-    if in_memory is not None and checkpoint is None:
-        snapshot, records = in_memory
-        state.sync.adopt(snapshot)
-        step_log.add_restored(records)
-        put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
-        logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
-        return
-    if checkpoint is None:
-        state.initialize(job.read_initial())
-        return
-    commit, snapshot = checkpoint
-    state.sync.adopt(snapshot)
-    put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)
-    logger.info("The state is restored from the checkpoint of step %d, fence %d.", commit.step, commit.fence)
-    now = environment.describe(device)
-    if now != commit.environment:
-        put_event(job.paths, "environment_changed", job.fence, step=state.step, before=commit.environment, now=now)
-
-
-def record_fallback(job: Job, fallback: Fallback) -> None:
-    """Logs and records that a checkpoint is skipped, unless an earlier start or an evaluator has recorded it."""
-    details = {"checkpoint": fallback.name, "reason": fallback.reason}
-    try:
-        # Secrets are removed from the details of an event before it is stored.
-        if any(event.details == redact_value(details) for event in read_events(job.paths, "fallback")):
-            return
-    except OSError as error:
-        # The event is better recorded twice than not at all.
-        logger.warning("The events could not be read: %s", error)
-    logger.warning("The checkpoint %s is passed over: %s", fallback.name, fallback.reason)
-    put_event(job.paths, "fallback", job.fence, **details)

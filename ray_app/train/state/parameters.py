@@ -20,7 +20,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.format import StoredTensor, params_digest
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError, join_names
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
@@ -257,7 +257,7 @@ def unreadable_parameters_error(path: str, error: OSError) -> ConfigError:
     )
 
 
-def check_parameters_digest(parameters: dict[str, Tensor], path: str, digest: str | None) -> None:
+def check_parameters_digest(parameters: Mapping[str, Tensor | StoredTensor], path: str, digest: str | None) -> None:
     """Checks that initial parameters are those with which the run began.
 
     Args:
@@ -275,8 +275,13 @@ def check_parameters_digest(parameters: dict[str, Tensor], path: str, digest: st
         )
 
 
-def load_initial_parameters(model: nn.Module, initial: dict[str, Tensor], init_from: str | None) -> None:
-    """Loads initial parameters into a model.
+def load_initial_parameters(model: nn.Module, initial: Mapping[str, Tensor], init_from: str | None) -> None:
+    """Loads initial parameters into a model, see `match_initial_parameters`."""
+    model.load_state_dict(match_initial_parameters(model, initial, init_from))
+
+
+def match_initial_parameters(model: nn.Module, initial: Mapping[str, Any], init_from: str | None) -> dict[str, Any]:
+    """Returns initial parameters for each parameter and persistent buffer of a model, by name.
 
     Args:
         model: The model as its task built it.
@@ -288,20 +293,20 @@ def load_initial_parameters(model: nn.Module, initial: dict[str, Tensor], init_f
         ConfigError: The parameters do not fit the model.
     """
     expected = model.state_dict()
-    of_loss = {name: value for name, value in expected.items() if name.startswith(f"{TASK_LOSS}.")}
-    initial = of_loss | {
+    of_loss: dict[str, Any] = {name: value for name, value in expected.items() if name.startswith(f"{TASK_LOSS}.")}
+    matched = of_loss | {
         name: value for name, value in initial.items() if name in expected or not name.startswith(f"{TASK_LOSS}.")
     }
-    problems = _differences(expected, initial)
+    problems = _differences(expected, matched)
     if problems:
         raise ConfigError(
             f"train.init_from {init_from!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"
             " model, or set task.init_args to what they were trained with."
         )
-    model.load_state_dict(initial)
+    return matched
 
 
-def _differences(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> list[str]:
+def _differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
     """Returns one text for each kind of difference between the parameters of a model and those of a file."""
     kinds = {
         "missing": sorted(expected.keys() - actual.keys()),

@@ -5,8 +5,6 @@ parts, of which a strategy chooses two:
 
 - `Placement` says where this rank has the parameters that its optimizer updates. All its methods are local.
 - `StateSync` moves the state between the ranks of a generation. Its methods are the only collectives of a state.
-
-Other parts are in this module, too: `LossScale` for float16, the seeds of torch's generators, and `make_schedule`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -80,6 +78,9 @@ class Placement:
     does so by itself.)
     """
 
+    init_context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Returns a context in which the task builds the model."""
+
     def make_sync(self, state: TrainingState) -> StateSync:
         """Returns the `StateSync` of a state with this placement; called once, when the state is complete."""
         return StateSync(state)
@@ -137,8 +138,8 @@ class StateSync:
 
         Args:
             world: The workers of the generation.
-            restore: Gives this rank a state, from a snapshot, from a checkpoint or the initial one. It is called on
-                rank 0 if no rank has a state.
+            restore: Gives this rank the state of a snapshot or checkpoint, or the initial one. If no rank has a state,
+                it is called on rank 0, or on all ranks if the state is sharded.
             was_broken: Whether the last generation broke for this rank. If it did for any rank, the ranks at the
                 highest step compare their parameters.
 
@@ -210,11 +211,14 @@ class StateSync:
         """Gives other ranks copies of this rank's part of the state after a step; a lost peer is only logged."""
 
     def collect(self) -> None:
-        """Collects a whole copy of a partitioned state on every rank, so that each can make a `snapshot`.
+        """Collects a whole copy on every rank if only some ranks have the state, so that each can make a `snapshot`.
 
         Raises:
             PeerLostError: A peer left meanwhile.
         """
+
+    def end_generation(self, leaves: bool) -> None:
+        """Ends a generation as planned, with this rank if it `leaves`; raises `PeerLostError` if a peer left before."""
 
     def snapshot(self, into: Snapshot | None) -> Snapshot:
         """Returns a copy of the state, see `TrainingState.snapshot`; local."""
@@ -274,13 +278,16 @@ class TrainingState:
     def rebuild(self, prepare: Callable[[nn.Module], None]) -> None:
         """Frees model and optimizers and builds them anew; `prepare` changes the new model in place before that.
 
-        The old ones are freed first, because the memory of a device may be too small for both. They are in reference
-        cycles, so the garbage collector has to run.
+        The old ones, reference cycles that the loop may have frozen, are freed first: memory may not suffice for both.
         """
         self.model = self.master = nn.Module()
         for name in ("optimizer", "schedule", "turns", "average", "_frozen_layers"):
             vars(self).pop(name, None)
+        is_frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()
         gc.collect()
+        if is_frozen:
+            gc.freeze()
         self.model, self._frozen_layers = self._build_model()
         prepare(self.model)
         self.master = self.model
@@ -289,7 +296,8 @@ class TrainingState:
     def _build_model(self) -> tuple[nn.Module, list[nn.Module]]:
         """Returns the model that the task builds with generators seeded by the run's seed, and its frozen layers."""
         seed_init(self._config.seed, self.device)
-        model = make_contiguous(self._task.build_model())
+        with self._placement.init_context():
+            model = make_contiguous(self._task.build_model())
         frozen = freeze_parameters(model, self._config.train.freeze or [])
         keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
@@ -430,11 +438,10 @@ class TrainingState:
         self.step += 1
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a copy of the state in host memory. Of a partitioned state it is the copy that `sync.collect` made.
+        """Returns a copy of the state in host memory, of a sharded state that of this rank's part.
 
         Args:
-            into: A snapshot that is no longer needed. Its memory may be reused, because the first write to new memory
-                takes six times as long as the copy.
+            into: A snapshot that is no longer needed. Its memory may be reused, because new memory is slower to write.
         """
         return self.sync.snapshot(into)
 

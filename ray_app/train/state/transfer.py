@@ -257,20 +257,17 @@ def insert_tensors(value: Any, tensors: list[Tensor], device: torch.device = HOS
     return value
 
 
-def copy_to_host(
-    value: dict[str, Any], into: dict[str, Any] | None = None, whole: Callable[[Tensor], Tensor] = Tensor.detach
-) -> dict[str, Any]:
+def copy_to_host(value: dict[str, Any], into: dict[str, Any] | None = None) -> dict[str, Any]:
     """Returns a deep copy of a value with its tensors on the CPU.
 
     Args:
         value: Tensors and other values in dictionaries, lists and tuples.
         into: An older copy that is no longer needed. A tensor in a dictionary is copied into the older copy's tensor if
             that has the same dtype and shape.
-        whole: Returns the tensor to copy for a tensor of `value`, for example the whole tensor for a shard.
     """
     devices: set[torch.device] = set()
     memory = iter(page_locked_like(list(_tensors_without_memory(value, into))))
-    copy: dict[str, Any] = _start_copy(value, into, whole, devices, memory)
+    copy: dict[str, Any] = _start_copy(value, into, devices, memory)
     for device in devices:
         kind_of(device).synchronize_stream(device)
     return copy
@@ -295,36 +292,30 @@ def _is_alike(value: Tensor, into: Any) -> bool:
     return isinstance(into, Tensor) and (into.dtype, into.shape) == (value.dtype, value.shape)
 
 
-def _start_copy(
-    value: Any, into: Any, whole: Callable[[Tensor], Tensor], devices: set[torch.device], memory: Iterator[Tensor]
-) -> Any:
+def _start_copy(value: Any, into: Any, devices: set[torch.device], memory: Iterator[Tensor]) -> Any:
     """Starts to copy a value and returns the copy, which is complete when the queued work of `devices` is done.
 
     Args:
         value: See `copy_to_host`.
         into: See `copy_to_host`.
-        whole: See `copy_to_host`.
         devices: The function adds each device that copies.
         memory: Page-locked targets for the tensors of `_tensors_without_memory`, in the same order.
     """
     if isinstance(value, Tensor):
-        target = next(memory) if not kind_of(value.device).is_host and not _is_alike(value, into) else into
-        value = whole(value)
+        value = value.detach()
         if kind_of(value.device).is_host:
             return into.copy_(value) if _is_alike(value, into) else value.to(HOST, copy=True).contiguous()
         devices.add(value.device)
-        # `whole` may have returned a tensor of another shape or dtype than the one that the target was made for.
-        if not _is_alike(value, target):
-            target = torch.empty(value.shape, dtype=value.dtype)
+        target = into if _is_alike(value, into) else next(memory)
         return target.copy_(value, non_blocking=True)
     if isinstance(value, dict):
         old_values = into if isinstance(into, dict) else {}
-        return {k: _start_copy(v, old_values.get(k), whole, devices, memory) for k, v in value.items()}
+        return {k: _start_copy(v, old_values.get(k), devices, memory) for k, v in value.items()}
     # A checkpoint with scalars of NumPy could not be loaded, so they become numbers of Python.
     if isinstance(value, np.float64 | np.integer | np.bool_):
         return value.item()
     if isinstance(value, list | tuple):
-        return type(value)(_start_copy(v, None, whole, devices, memory) for v in value)
+        return type(value)(_start_copy(v, None, devices, memory) for v in value)
     return value
 
 
@@ -353,10 +344,10 @@ def page_locked_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
     If the driver refuses to lock memory, the block is pageable, which only makes copies slower.
     """
-    return list(_make_views(tensors, _take_block(sum(map(aligned_bytes, tensors))))) if tensors else []
+    return list(make_views(tensors, _take_block(sum(map(aligned_bytes, tensors))))) if tensors else []
 
 
-def _make_views(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> Iterator[Tensor]:
+def make_views(tensors: Sequence[Tensor], block: NDArray[np.uint8]) -> Iterator[Tensor]:
     """Yields a tensor in a block for each of other tensors, of the same shape and dtype."""
     start = 0
     for tensor in tensors:

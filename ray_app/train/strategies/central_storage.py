@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import Snapshot
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, kind_of
-from ray_app.reduction.peer_errors import launch_guard
+from ray_app.errors import PeerLostError
+from ray_app.reduction.messages import check_errors_on_all_ranks, gather
+from ray_app.reduction.peer_errors import collective, launch_guard
 from ray_app.reduction.world import World
 from ray_app.train.state.parameters import ordered_parameters
 from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
-from ray_app.train.state.transfer import page_locked_like, transfer_snapshot
+from ray_app.train.state.transfer import page_locked_like, ranks_without_state, transfer_snapshot
 from ray_app.train.step.micro_batch import TensorGroup
-from ray_app.train.strategies.partitioned import PartitionedSync
+from ray_app.train.strategies.partitioned import PeerReplicas
 
 
 class CentralPlacement(Placement):
@@ -43,9 +45,6 @@ class CentralPlacement(Placement):
         updates_buffers: Whether the task may write buffers in an update (averages), so that all ranks need the master's
             buffers.
     """
-
-    num_owners: int | None = 1
-    """Only rank 0 has a part of the state, which is the whole."""
 
     def __init__(self, device: torch.device, train: TrainSection, updates_buffers: bool) -> None:
         self._device = device
@@ -63,7 +62,7 @@ class CentralPlacement(Placement):
     def make_sync(self, state: TrainingState) -> StateSync:
         """Returns the sync of the state, see `Placement.make_sync`."""
         self._state = state
-        return PartitionedSync(state, self, self._train.peer_replica)
+        return CentralSync(state, self, self._train.peer_replica)
 
     def make_master(self, model: nn.Module, build_model: Callable[[], nn.Module]) -> nn.Module:
         """Returns a copy of the model in host memory."""
@@ -113,10 +112,6 @@ class CentralPlacement(Placement):
         trained = ordered_parameters(self._state.optimizer)
         self._gradients = dict(zip(trained, page_locked_like(trained), strict=True))
 
-    def open_group(self, world: World) -> AbstractContextManager[World]:
-        """Returns a context that yields the workers as they are."""
-        return nullcontext(world)
-
     @torch.no_grad()
     def broadcast_parameters(self, world: World, averaged: bool) -> None:
         """Copies the master's parameters into the model of every rank, unless it has those of the present step.
@@ -151,17 +146,16 @@ class CentralPlacement(Placement):
         self._received = state.step, averaged
 
     def whole_copy(self) -> Snapshot | None:
-        """Returns a copy of the whole state on rank 0, see `StateParts.whole_copy`."""
+        """Returns a copy of the whole state on rank 0, None on other ranks."""
         if not self._has_master:
             return None
         self._take_buffers()
         return self._state.copy_to_host()
 
     def part(self) -> Any:
-        """Returns the whole state of rank 0, see `StateParts.part`."""
+        """Returns the fields of the whole state on rank 0; its tensors are no copies."""
         self._take_buffers()
-        live = self._state.live()
-        return live.model, live.optimizer, live.schedule, live.extra_state
+        return vars(self._state.live())
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
@@ -172,13 +166,13 @@ class CentralPlacement(Placement):
             target.copy_(source)
 
     def gather(self, world: World) -> Snapshot:
-        """Gives every rank a copy of the state of rank 0, see `StateParts.gather`."""
+        """Gives every rank a copy of the state of rank 0, in host memory; a collective."""
         whole = transfer_snapshot(self.whole_copy(), world, 0, range(1, world.size))
         assert whole is not None
         return whole
 
     def load(self, whole: Snapshot, world: World) -> None:
-        """Loads a whole copy, on ranks other than 0 without the optimizer's state, see `StateParts.load`."""
+        """Loads a whole copy, on ranks other than 0 without the optimizer's state."""
         self._has_master, self._has_newer_buffers = world.rank == 0, False
         self._lock_pages()
         if not self._has_master:
@@ -190,6 +184,107 @@ class CentralPlacement(Placement):
         state.model.load_state_dict(state.master.state_dict())
         self._received = state.step, False
         state.train()
+
+
+class CentralSync(StateSync):
+    """The sync of a state of which rank 0 has the optimizer.
+
+    `collect` leaves a whole copy in the host memory of every rank. The loop calls it at each checkpoint and snapshot,
+    and at the end of a generation that ends as planned. If rank 0 is lost, the ranks continue from the newest whole
+    copy that one of them has. With `train.peer_replica` rank 1 has a newer one.
+
+    Args:
+        state: The state.
+        placement: This rank's part of it.
+        has_peer_replicas: Whether rank 0 sends a copy of the state to rank 1 after every step.
+    """
+
+    def __init__(self, state: TrainingState, placement: CentralPlacement, has_peer_replicas: bool) -> None:
+        super().__init__(state)
+        self._placement = placement
+        self._has_peer_replicas = has_peer_replicas
+        # Outside of a generation this worker counts as the only one.
+        self._world = World(0, 1, 1)
+        # The newest whole copy that this rank has.
+        self._whole: Snapshot | None = None
+        self._peer_replicas = PeerReplicas()
+
+    @contextmanager
+    def bind(self, world: World) -> Iterator[World]:
+        """Binds the state to a generation, see `StateSync.bind`.
+
+        If the generation breaks, this rank returns to the newest state that it can restore without other ranks.
+        """
+        try:
+            self._world = world
+            yield world
+        except PeerLostError:
+            # A rank with the whole state of the present step loses no step. If it has to leave before the next
+            # generation forms, it saves this copy, without a group.
+            self._whole = self._placement.whole_copy() or self._whole
+            self._state.step = self._whole.step if self._whole is not None else NO_STATE
+            raise
+
+    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
+        """Gives every rank the newest whole copy and loads it, see `StateSync.share`.
+
+        The ranks do not compare their copies, because a whole copy is kept only after all ranks have checked for
+        errors. So no rank is divergent.
+        """
+        del was_broken
+        newest = self._peer_replicas.newest(world, self._state.step)
+        if newest is not None and newest[1] == [world.rank]:
+            self.adopt(Snapshot(**self._peer_replicas.parts_of(newest[0])[0].unpack()))
+        steps = gather(self._state.step, world)
+        if max(steps) == NO_STATE and world.rank == 0:
+            restore()
+        source = steps.index(max(steps))
+        if world.rank == source:
+            # Before the first generation the whole state is here.
+            self._whole = self._placement.whole_copy() or self._whole or self._state.copy_to_host()
+        whole = transfer_snapshot(self._whole, world, source, ranks_without_state(steps, source))
+        assert whole is not None
+        self.adopt(whole)
+        self._placement.load(whole, world)
+        self._peer_replicas.clear()
+        return []
+
+    def broadcast_parameters(self, averaged: bool = False) -> None:
+        """Gives the model of every rank the parameters, see `StateSync.broadcast_parameters`."""
+        self._placement.broadcast_parameters(self._world, averaged)
+
+    def send_replicas(self) -> None:
+        """Copies the state of rank 0 to rank 1, with `train.peer_replica`."""
+        if self._has_peer_replicas and self._world.size > 1:
+            part = self._placement.part() if self._world.rank == 0 else None
+            self._peer_replicas.store(self._state.step, part, self._world, owners=1)
+
+    def collect(self) -> None:
+        """Collects a whole copy on every rank, unless they have one of this step already, see `StateSync.collect`."""
+        if self._whole is None or self._whole.step != self._state.step:
+            with collective():
+                whole = self._placement.gather(self._world)
+            check_errors_on_all_ranks(self._world)
+            self._whole = whole
+
+    def end_generation(self, leaves: bool) -> None:
+        """Collects a whole copy on every rank, see `StateSync.end_generation`."""
+        del leaves
+        self.collect()
+
+    def snapshot(self, into: Snapshot | None) -> Snapshot:
+        """Returns the whole copy that `collect` has made.
+
+        The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.
+        """
+        del into
+        assert self._whole is not None, "share has made it"
+        assert self._whole.step == self._state.step, "collect has made it"
+        return self._whole
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Keeps a snapshot as the whole copy of this rank; `share` sends it to the others and loads it."""
+        self._whole, self._state.step = snapshot, snapshot.step
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

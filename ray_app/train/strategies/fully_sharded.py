@@ -1,19 +1,21 @@
 """The fully sharded strategy: every rank has a shard of each parameter and of its optimizer state (FSDP2).
 
 `ShardedPlacement` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and
-loads a whole copy into it. A whole copy does not depend on the number of ranks, so a checkpoint is the same as with any
-other strategy, and loads on any number of workers. `ShardedPasses` makes the same number of passes on all ranks,
-because every pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a
-rank's shards as plain tensors, with results that are bit-identical to those on whole parameters.
+loads its rows of each tensor into it. No rank ever has the whole state: `ShardedSync` moves rows from rank to rank, and
+checkpoints are written and read in parts. `ShardedPasses` makes the same number of
+passes on all ranks, because every pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let
+optimizers update a rank's shards as plain tensors, with results that are bit-identical to those on whole parameters.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,24 +24,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ray_app.checkpoint.format import Snapshot
+from ray_app.checkpoint.format import Snapshot, is_rows, make_rows, map_tensors, row_values
 from ray_app.config.sections import TrainSection
 from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
+from ray_app.errors import ConfigError, PeerLostError
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
+from ray_app.reduction.messages import check_errors_on_all_ranks, gather
 from ray_app.reduction.peer_errors import collective
-from ray_app.reduction.reducer import GradientReducer
-from ray_app.reduction.sharded import FsdpReducer, gather_whole, shard_like, shard_model
+from ray_app.reduction.reducer import GradientReducer, state_checksum
+from ray_app.reduction.sharded import FsdpReducer, MappedInit, shard_model, shard_rows
 from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import open_group_of_one
-from ray_app.train.state.parameters import ordered_parameters
-from ray_app.train.state.state import Placement, StateSync, TrainingState
-from ray_app.train.state.transfer import copy_to_host
+from ray_app.train.state.parameters import match_initial_parameters, ordered_parameters
+from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
+from ray_app.train.state.transfer import copy_to_host, is_small
 from ray_app.train.step.micro_batch import Passes
-from ray_app.train.strategies.partitioned import PartitionedSync
+from ray_app.train.strategies.partitioned import PeerReplicas, PeerTensor, read_rows, read_whole
 
 
 class ShardedPasses(Passes):
@@ -220,8 +224,8 @@ def cut_shard(start: int, count: int, total: int) -> list[Piece]:
 
 def _pieces_of(p: DTensor, count: int) -> list[Piece]:
     """Returns the pieces of this rank's shard of a parameter; `count` is the number of values of the shard."""
-    rows = -(-p.shape[0] // p.device_mesh.size())
-    return cut_shard(p.device_mesh.get_local_rank() * rows * p.shape[1:].numel(), count, p.numel())
+    rows = shard_rows(p.shape[0], p.device_mesh.get_local_rank(), p.device_mesh.size())
+    return cut_shard(rows.start * p.shape[1:].numel(), count, p.numel())
 
 
 class PiecewiseKernels(TorchFunctionMode):
@@ -290,7 +294,7 @@ class ShardedPlacement(Placement):
         device: Device to compute on.
     """
 
-    num_owners: int | None = None
+    init_context = MappedInit
 
     def __init__(
         self, units: Callable[[nn.Module], list[nn.Module]], train: TrainSection, device: torch.device
@@ -302,7 +306,7 @@ class ShardedPlacement(Placement):
     def make_sync(self, state: TrainingState) -> StateSync:
         """Returns the sync of the state, see `Placement.make_sync`."""
         self._state = state
-        return PartitionedSync(state, self, self._train.peer_replica)
+        return ShardedSync(state, self, self._train.peer_replica)
 
     def build_optimizer(
         self,
@@ -341,84 +345,102 @@ class ShardedPlacement(Placement):
         with open_group_of_one(self._device, self._train.backend):
             yield world
 
-    def broadcast_parameters(self, world: World, averaged: bool) -> None:
-        """Does nothing, because each forward gathers the parameters."""
+    def part(self, world: World) -> Snapshot:
+        """Returns the part of the state that this rank has, with `make_rows` in place of each shard; it is no copy.
 
-    def whole_copy(self) -> Snapshot | None:
-        """Returns None, because no rank has all shards."""
-        return None
+        A large tensor that is not sharded is in the part of rank 0.
+        """
 
-    def part(self) -> Any:
-        """Returns the shards of this rank, see `StateParts.part`."""
-        live = self._live()
-        return live.model, live.optimizer, live.schedule, live.extra_state
+        def divide(path: str, value: Tensor) -> Any:
+            del path
+            if isinstance(value, DTensor):
+                rows = shard_rows(value.shape[0], world.rank, world.size)
+                return make_rows(value.to_local().detach(), rows.start, value.shape)
+            if is_small(value):
+                return value
+            return make_rows(value if world.rank == 0 else value[:0], 0, value.shape)
 
-    def _live(self) -> Snapshot:
-        """Returns the state with sharded tensors, see `TrainingState.live`."""
         live = self._state.live()
         state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self._state.optimizer)
         live.optimizer["state"] = {i: _wrap_shards(values, parameters[i]) for i, values in state.items()}
-        return live
+        return replace(Snapshot(**map_tensors(vars(live), divide)), part=(world.rank, world.size))
 
-    def gather(self, world: World) -> Snapshot:
-        """Gathers all shards, see `StateParts.gather`."""
-        del world
-        return Snapshot(**copy_to_host(vars(self._live()), whole=gather_whole))
+    def load(self, source: Snapshot | None, world: World) -> None:
+        """Builds the model anew, shards it over the ranks and loads this rank's rows of a state; a collective.
 
-    def load(self, whole: Snapshot, world: World) -> None:
-        """Builds the model anew, shards it over the ranks and loads a whole copy, see `StateParts.load`.
+        Args:
+            source: The state, with tensors for `read_rows`. None keeps the values with which the task has built the
+                model. Without the state of an optimizer it has only initial parameters.
+            world: The workers of the generation.
 
-        FSDP forms the groups of its device mesh meanwhile, so all ranks have to call it.
+        Raises:
+            ConfigError: The initial parameters do not fit the model, or the task builds other parameters on other
+                ranks.
+            PeerLostError: A peer left meanwhile.
         """
 
         def shard(model: nn.Module) -> None:
+            if source is None and len(set(gather(state_checksum(model.state_dict().values()), world))) > 1:
+                raise ConfigError(
+                    "train.strategy is fsdp, and build_model returns other parameters on other workers, so that their"
+                    " shards do not fit together. Draw from torch's generators, which the run has seeded."
+                )
             with collective():
                 shard_model(model, self._units, self._train, self._device, world)
 
         # The shards of the last generation are freed with its model.
         vars(self).pop("_shards", None)
         self._state.rebuild(shard)
-        parameters = dict(self._state.model.named_parameters(remove_duplicate=False))
+        if source is None:
+            self._state.initialize(None)
+            return
+        parameters: dict[str, Any] = dict(self._state.model.named_parameters(remove_duplicate=False))
+        if not source.optimizer:
+            live = self._state.live()
+            initial = match_initial_parameters(self._state.model, source.model, self._train.init_from)
+            model = self._read_by_name(initial, parameters, world)
+            extra_state = {**live.extra_state, **({"parameters": model} if self._state.average is not None else {})}
+            self._state.load(replace(live, step=0, model=model, extra_state=extra_state))
+            return
         trained = self._shards.sharded_parameters_of(self._state.optimizer)
-        optimizer = {
-            **whole.optimizer,
-            "state": {
-                i: _shard_values(values, trained[i], trained[i] in self._shards.plain_parameters)
-                for i, values in whole.optimizer["state"].items()
-            },
-        }
-        extra_state = dict(whole.extra_state)
+        model = self._read_by_name(source.model, parameters, world)
+        state = {i: self._read_values(values, trained[i], world) for i, values in source.optimizer["state"].items()}
+        extra_state = dict(source.extra_state)
         if "parameters" in extra_state:
-            extra_state["parameters"] = _shard_by_name(extra_state["parameters"], parameters)
-        model, schedule = _shard_by_name(whole.model, parameters), copy.deepcopy(whole.schedule)
-        self._state.load(replace(whole, model=model, optimizer=optimizer, schedule=schedule, extra_state=extra_state))
+            extra_state["parameters"] = self._read_by_name(extra_state["parameters"], parameters, world)
+        optimizer, schedule = {**source.optimizer, "state": state}, copy.deepcopy(source.schedule)
+        self._state.load(replace(source, model=model, optimizer=optimizer, schedule=schedule, extra_state=extra_state))
+
+    def _read_by_name(
+        self, values: Mapping[str, Any], parameters: Mapping[str, Any], world: World
+    ) -> dict[str, Tensor]:
+        """Returns the values of a model by name, with this rank's shard in place of each parameter."""
+        return {
+            name: _read_shard(value, parameters[name], world) if name in parameters else read_whole(value, world)
+            for name, value in values.items()
+        }
+
+    def _read_values(self, values: dict[str, Any], parameter: DTensor, world: World) -> dict[str, Any]:
+        """Returns this rank's optimizer state of a parameter, with shards in place of tensors of its shape."""
+        is_plain = parameter in self._shards.plain_parameters
+        read = copy.copy(values)
+        for name, value in values.items():
+            if not hasattr(value, "shape"):
+                continue
+            if value.shape == parameter.shape:
+                shard = _read_shard(value, parameter, world)
+                read[name] = shard.to_local() if is_plain else shard
+            else:
+                read[name] = read_whole(value, world)
+        return read
 
 
-def _shard_by_name(values: dict[str, Tensor], parameters: dict[str, Any]) -> dict[str, Tensor]:
-    """Returns the values of a model by name, with a shard in place of the value of each parameter."""
-    return {
-        name: shard_like(value, parameters[name]) if name in parameters else value for name, value in values.items()
-    }
-
-
-def _shard_values(values: dict[str, Any], parameter: DTensor, plain: bool) -> dict[str, Any]:
-    """Returns this rank's optimizer state of a parameter; it shares no tensor with the state of the whole parameter.
-
-    A tensor of the parameter's shape is replaced by its shard, every other tensor by a copy.
-
-    Args:
-        values: The state for the whole parameter.
-        parameter: The sharded parameter.
-        plain: Whether to return shards as plain tensors instead of `DTensor`.
-    """
-    sharded = copy.copy(values)
-    for name, value in values.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
-            shard = shard_like(value, parameter)
-            sharded[name] = shard.to_local() if plain else shard
-        elif isinstance(value, Tensor):
-            sharded[name] = value.clone()
-    return sharded
+def _read_shard(value: Any, parameter: DTensor, world: World) -> Any:
+    """Returns this rank's shard of a tensor of the shape of a parameter, in memory of its own."""
+    if isinstance(value, DTensor):
+        return value
+    rows = [shard_rows(parameter.shape[0], rank, world.size) for rank in range(world.size)]
+    return wrap_shard(read_rows(value, rows, world).to(parameter.to_local().device), parameter)
 
 
 def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
@@ -430,3 +452,134 @@ def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
         name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
     }
     return {name: wrap_shard(v, parameter) if is_shard[name] else v for name, v in values.items()}
+
+
+class ShardedSync(StateSync):
+    """The sync of a state of which each rank has a shard of every parameter.
+
+    At the end of a generation that ends as planned, every rank keeps a copy of its part, and a rank that leaves sends
+    its copy to one that stays. If a peer is lost, the ranks return to the newest committed checkpoint. With
+    `train.peer_replica` every rank also keeps the part of the rank before it after every step, and they continue from
+    these.
+
+    Args:
+        state: The state.
+        placement: This rank's part of it.
+        has_peer_replicas: Whether ranks exchange copies of their parts.
+    """
+
+    def __init__(self, state: TrainingState, placement: ShardedPlacement, has_peer_replicas: bool) -> None:
+        super().__init__(state)
+        self._placement = placement
+        self._has_peer_replicas = has_peer_replicas
+        # Outside of a generation this worker counts as the only one.
+        self._world = World(0, 1, 1)
+        # The state that `restore` has opened.
+        self._opened: Snapshot | None = None
+        # The steps of the last two checkpoints. The first of them is on storage when the second is made.
+        self._checkpoint_steps = deque([NO_STATE], maxlen=2)
+        self._replicas = PeerReplicas()
+
+    @contextmanager
+    def bind(self, world: World) -> Iterator[World]:
+        """Binds the state to a generation, see `StateSync.bind`.
+
+        If the generation breaks, the step of this rank becomes that of a state to which the ranks can return. It must
+        not be a later one, because the step watchdog counts only steps after it.
+        """
+        try:
+            with self._placement.open_group(world) as self._world:
+                yield self._world
+        except PeerLostError:
+            step = self._replicas.newest_step
+            self._state.step = self._checkpoint_steps[0] if step is None else step
+            raise
+
+    def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
+        """Gives every rank its rows of the newest state that the ranks have together, or of a checkpoint.
+
+        No rank compares its rows with those of others, which have other rows. So no rank is divergent.
+        """
+        del was_broken
+        self._opened = None
+        source = self._open_copies(world)
+        if source is None:
+            restore()
+            source = self._opened
+        self._placement.load(source, world)
+        if self._opened is not None or self._checkpoint_steps[0] == NO_STATE:
+            self._checkpoint_steps = deque([self._state.step if self._opened is not None else 0], maxlen=2)
+        self._opened = None
+        # A rank needs no copies any more when all ranks have their rows.
+        gather(None, world)
+        self._replicas.clear()
+        self.send_replicas()
+        return []
+
+    def _open_copies(self, world: World) -> Snapshot | None:
+        """Returns the newest state of which the ranks keep all parts, with a `PeerTensor` in place of each tensor.
+
+        Tensors that are not divided are there. The result is None if a part of every state is missing.
+        """
+        newest = self._replicas.newest(world, NO_STATE)
+        if newest is None:
+            return None
+        step, ranks = newest
+        parts = {
+            owner: copy.unpack() for owner, copy in self._replicas.parts_of(step).items() if ranks[owner] == world.rank
+        }
+        local: dict[str, dict[int, dict[str, Any]]] = {}
+        structure: Any = None
+
+        def without_rows(owner: int, path: str, value: Any) -> Any:
+            if not is_rows(value):
+                return value
+            local.setdefault(path, {})[owner] = value
+            return torch.empty(value["shape"], dtype=row_values(value).dtype, device="meta")
+
+        for owner, part in sorted(parts.items()):
+            stripped = map_tensors(part, partial(without_rows, owner))
+            structure = stripped if owner == 0 else structure
+        positions = {
+            path: {owner: (value["start"], len(row_values(value))) for owner, value in by_owner.items()}
+            for path, by_owner in local.items()
+        }
+        reports = gather((structure, positions), world)
+        places_of_owner = [reports[rank][1] for rank in ranks]
+
+        def peer_tensor(path: str, value: Tensor) -> Any:
+            if not value.is_meta:
+                return value
+            pieces = [(*positions[path][owner], ranks[owner]) for owner, positions in enumerate(places_of_owner)]
+            rows = {owner: row_values(rows) for owner, rows in local.get(path, {}).items()}
+            return PeerTensor(value.dtype, value.shape, pieces, rows)
+
+        return Snapshot(**map_tensors(reports[ranks[0]][0], peer_tensor))
+
+    def send_replicas(self) -> None:
+        """Copies the part of each rank to the next rank, with `train.peer_replica`."""
+        if self._has_peer_replicas and self._world.size > 1:
+            part = vars(self._placement.part(self._world))
+            self._replicas.store(self._state.step, part, self._world, self._world.size)
+
+    def collect(self) -> None:
+        """Checks that the state of every rank is complete, so that each can copy its part, see `StateSync.collect`."""
+        check_errors_on_all_ranks(self._world)
+
+    def end_generation(self, leaves: bool) -> None:
+        """Keeps a copy of this rank's part for the next generation, see `StateSync.end_generation`."""
+        self.collect()
+        leaving = [rank for rank, has_to_leave in enumerate(gather(leaves, self._world)) if has_to_leave]
+        if len(leaving) < self._world.size:
+            part = vars(self._placement.part(self._world))
+            self._replicas.keep_for_next(self._state.step, part, self._world, leaving)
+
+    def snapshot(self, into: Snapshot | None) -> Snapshot:
+        """Returns a copy of this rank's part of the state."""
+        self._checkpoint_steps.append(self._state.step)
+        part = self._placement.part(self._world)
+        return Snapshot(**copy_to_host(vars(part), vars(into) if into is not None else None))
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Makes a snapshot the state of which `share` loads this rank's rows; all ranks have to call it."""
+        self._opened, self._state.step = snapshot, snapshot.step

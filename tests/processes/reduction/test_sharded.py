@@ -1,28 +1,33 @@
-"""Fully sharded training is bit-identical to `ddp`, or close to it if the network adds; checkpoints have no shards."""
+"""Fully sharded training is bit-identical to `ddp`, or close to it if the network adds, as workers leave and join."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.checkpoint.store import Commit
 from ray_app.data.feed import Feed
 from ray_app.devices import KINDS
 from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.peer_errors import launch_lock
+from ray_app.reduction.sharded import MappedInit
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import set_up_torch
@@ -32,9 +37,8 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, fsdp_job
+from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 
@@ -124,19 +128,21 @@ def test_fsdp_with_a_custom_training_step_is_bit_identical_to_ddp(
 
 
 @pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.rest)])
-def test_a_lost_worker_rolls_its_peers_back_to_the_last_snapshot(
+def test_a_lost_worker_rolls_its_peers_back_to_the_last_checkpoint(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, lost: int
 ) -> None:
-    """Shards are lost with their worker; the survivor restores the last snapshot from memory, not from storage."""
-    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
+    """Shards are lost with their worker; the survivor reads the parts of the last checkpoint."""
+    job = fsdp_job(tmp_path / "run", data)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=lost)
-    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=kill))
+    after_step = HookChain((committed_before(job, 8), kill))
+    outcomes = train_shifting(worker_pool, job, [[0, 1], [1 - lost]], [], Hooks(after_step=after_step))
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
     sizes = sizes_by_step(job)
     assert [sizes[step] for step in range(9, 19)] == [{1}] * 10
-    assert all(1 in sizes[step] for step in (7, 8)), "a step after the snapshot was not repeated"
+    assert all(1 in sizes[step] for step in (7, 8)), "a step after the checkpoint was not repeated"
     assert not any(1 in sizes[step] for step in range(1, 7))
     assert_bit_identical(read_trained_run(job), plain)
 
@@ -146,9 +152,7 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
     job = fsdp_job(tmp_path / "run", data)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    # The checkpoint is written while the next steps run.
-    committed = DelayUntilEvent(job.run_root, "checkpointed", {"step": 6}, after=8, each_s=60.0)
-    kill = HookChain((committed, DieAfter(8, killed=0)))
+    kill = HookChain((committed_before(job, 8), DieAfter(8, killed=0)))
     outcomes = worker_pool.train(job, 3, Hooks(after_step=kill), cache_windows)
     assert isinstance(outcomes[0].error, KilledError)
     assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
@@ -158,14 +162,96 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
     assert_bit_identical(read_trained_run(job), plain)
 
 
-def test_workers_leave_and_join_without_repeating_steps(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = train_shifting(worker_pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
+@pytest.mark.parametrize(
+    "groups",
+    [[[0, 1, 2], [2], [2, 3]], pytest.param([[0, 1], [1, 2, 3], [3, 1]], marks=pytest.mark.rest)],
+    ids=["two neighbors leave", "one leaves and two join"],
+)
+def test_workers_leave_and_join_without_repeating_steps(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, groups: list[list[int]]
+) -> None:
+    """Each rank receives its rows from those that the others have kept, also from those of ranks that leave."""
+    fields = {"checkpoint__every_steps": None, "train__ema_decay": 0.9, "schedule": ONE_CYCLE}
+    job = fsdp_job(tmp_path / "run", data, **fields)
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
+    )
+    outcomes = train_shifting(worker_pool, job, groups, [4, 5])
     assert [o.trace for o in outcomes] == [""] * 4
     run = read_trained_run(job)
-    assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
+    sizes = [len(group) for group in groups]
+    assert [set(workers) for workers in run.workers] == [
+        *([{sizes[0]}] * 4),
+        *([{sizes[1]}] * 5),
+        *([{sizes[2]}] * 9),
+    ], "a step was repeated"
     assert_bit_identical(run, plain)
+
+
+def test_a_model_that_is_built_in_files_has_the_values_of_any_other() -> None:
+    def build() -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        layers = nn.Sequential(nn.Embedding(700, 512, padding_idx=3), nn.Linear(512, 600), nn.Linear(4, 4))
+        nn.init.trunc_normal_(layers[1].weight)
+        nn.init.orthogonal_(layers[0].weight)
+        return layers.state_dict()
+
+    with MappedInit():
+        mapped = build()
+    assert [tensor.untyped_storage().filename is not None for tensor in mapped.values()] == [True, True, *[False] * 3]
+    plain = build()
+    assert all(torch.equal(mapped[name], plain[name]) for name in plain)
+
+
+@pytest.mark.rest
+def test_initial_parameters_of_a_file_are_read_by_rows(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    built = fsdp_job(tmp_path / "model", data).task.build_model().state_dict()
+    model = {name: value + 1 for name, value in built.items()}
+    safetensors.torch.save_file(model, tmp_path / "initial.safetensors")
+    runs = {}
+    for strategy in ("ddp", "fsdp"):
+        fields = {"train__strategy": strategy, "train__ema_decay": 0.9, "train__epochs": 1}
+        job = replace(fsdp_job(tmp_path / strategy, data, **fields), initial=str(tmp_path / "initial.safetensors"))
+        runs[strategy] = worker_pool.train_new_run(job, 3, cache_windows)
+    assert_bit_identical(runs["fsdp"], runs["ddp"])
+
+
+class OwnGenerator(Units):
+    """A task with a model that differs from worker to worker."""
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(os.getpid())
+        return super().build_model()
+
+
+@pytest.mark.rest
+def test_a_model_that_differs_between_workers_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    outcomes = worker_pool.train(fsdp_job(tmp_path / "run", data, OwnGenerator()), 2, Hooks(), cache_windows)
+    assert all("returns other parameters on other workers" in str(outcome.error) for outcome in outcomes)
+
+
+@dataclass(frozen=True)
+class KillBeforeCommit:
+    """A hook that kills the worker that is about to commit the checkpoint of step 6, once."""
+
+    proof: Path
+
+    def __call__(self, commit: Commit) -> None:
+        if commit.step == 6 and not self.proof.exists():
+            self.proof.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.rest
+def test_the_next_rank_0_commits_a_checkpoint_of_which_all_parts_are_written(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    job = fsdp_job(tmp_path / "run", data)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
+    hooks = Hooks(before_commit=KillBeforeCommit(tmp_path / "killed"))
+    train_shifting(worker_pool, job, [[0, 1, 2], [1, 2]], [], hooks)
+    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
+    assert_bit_identical(read_trained_run(job), plain)
 
 
 @contextmanager
@@ -271,7 +357,6 @@ def test_unused_and_frozen_parameters_are_bit_identical_to_ddp(
             {"optimizer": {"class_path": "torch.optim.Adafactor"}},
             "looks at whole parameters.*train.reduction to overlapped",
         ),
-        ({"train__compile": True}, "train.compile"),
         ({"evaluate__where": "workers"}, "use actor"),
         ({"train__cpu_offload": True, "scaling__gpus_per_worker": 0}, "host memory already"),
     ],

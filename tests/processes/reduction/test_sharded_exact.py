@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, fsdp_job
+from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 WITH_AVERAGE = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
@@ -183,15 +184,24 @@ def test_half_precision_is_bit_identical_on_any_number_of_workers(
 
 
 @pytest.mark.rest
+def test_a_compiled_model_is_bit_identical_on_any_number_of_workers(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    """The run differs from `ddp`, since the compiler sees the model in other pieces."""
+    job = fsdp_job(tmp_path / "run", data, train__compile=True, train__epochs=1)
+    first = worker_pool.train_new_run(job, 1, cache_windows)
+    assert_bit_identical(worker_pool.train_new_run(job, 3, cache_windows), first)
+
+
+@pytest.mark.rest
 def test_a_killed_worker_and_a_joining_worker_keep_the_run_bit_identical(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    job = fsdp_job(tmp_path / "run", data, checkpoint__every_steps=None, checkpoint__snapshot_every_steps=3)
-    plain = worker_pool.train_new_run(
-        fsdp_job(tmp_path / "plain", data, train__strategy="ddp", checkpoint__every_steps=None), 2, cache_windows
-    )
+    job = fsdp_job(tmp_path / "run", data)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = KillOnce(tmp_path / "killed", step=8, rank=1)
-    train_shifting(worker_pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], Hooks(after_step=kill), stream_windows)
+    hooks = Hooks(after_step=HookChain((committed_before(job, 8), kill)))
+    train_shifting(worker_pool, job, [[0, 1, 2], [0, 2], [0, 2, 3]], [0, 4], hooks, stream_windows)
     assert kill.proof.exists()
     assert [sizes[-1] for sizes in read_trained_run(job).workers] == [3] * 6 + [2] * 4 + [3] * 8
     assert_bit_identical(read_trained_run(job), plain)

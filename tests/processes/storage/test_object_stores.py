@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_app.checkpoint.format import MODEL, pack
-from ray_app.checkpoint.store import WRITER, CheckpointStore, Fallback, Pin
+from ray_app.checkpoint.retention import Pin
+from ray_app.checkpoint.store import WRITER, CheckpointStore, Fallback
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
 from ray_app.data import dataset as dataset_module

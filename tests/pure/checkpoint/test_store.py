@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from ray_app.checkpoint import store as put_module
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import MODEL, TRAINING, Snapshot, file_writers, pack, params_digest, unpack
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps, skipped_evaluations
+from ray_app.checkpoint.retention import Pin, removable_steps, skipped_evaluations
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError
 from ray_app.reduction.world import World
@@ -40,7 +41,7 @@ from ray_app.storage.files import put_atomic
 from ray_app.testing import DieAfter, KilledError, TrainedRun, cache_windows, read_trained_run
 from ray_app.train.checkpointing import persistence as writer_module
 from ray_app.train.checkpointing.persistence import CheckpointWriter
-from ray_app.train.checkpointing.step_log import record_fallback
+from ray_app.train.checkpointing.restore import record_fallback
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
@@ -167,7 +168,7 @@ def test_a_checkpoint_of_a_later_version_is_passed_over_and_not_marked_damaged(
     for _ in range(2):
         step, [fallback] = load(store)
         assert step == 2
-        assert "schema version 99; this version reads 3" in fallback.reason
+        assert "schema version 99; this version reads 4" in fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
     (newest / "COMMIT.json").write_bytes(intact)
     assert load(store) == (3, [])

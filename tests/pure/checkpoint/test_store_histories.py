@@ -26,7 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import TRAINING, Snapshot, file_writers
-from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback, Pin, removable_steps
+from ray_app.checkpoint.retention import Pin, removable_steps
+from ray_app.checkpoint.store import CheckpointStore, Commit, Fallback
 from ray_app.errors import CheckpointError, LeaseLostError, RunHeldError
 from ray_app.runlog.lease import Lease, LeaseHolder, LeaseRecord, acquire_lease, check_lease, newest_fence
 from ray_app.runlog.paths import RunPaths

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import shutil
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 import ray_app
@@ -161,6 +163,18 @@ def test_a_run_is_exported_from_any_folder_and_without_its_data(
     shutil.copytree(digits / "eval", tmp_path / "train")
     with pytest.raises(DataError, match="is not what it was trained on"):
         export_run(ExportOptions("moved", "other"))
+
+
+def test_parameters_are_exported_in_files_of_limited_size(job: Job, tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    description = export_run(ExportOptions(str(job.paths.root), str(folder), "newest", max_file_gb=1e-6))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert len(names) > 1
+    parameters = {name: value for file in names for name, value in load_file(folder / file).items()}
+    assert params_digest(parameters) == description["params_digest"]
+    assert set(description["files"]) == {*names, "model.safetensors.index.json"}
+    assert all(name in load_file(folder / file) for name, file in index["weight_map"].items())
 
 
 def test_loading_the_model_of_a_run_without_checkpoints_is_an_error(job: Job) -> None:

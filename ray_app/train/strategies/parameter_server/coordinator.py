@@ -33,7 +33,8 @@ from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
 from ray_app.task import environment
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.checkpointing.step_log import StepLog, restore_state
+from ray_app.train.checkpointing.restore import restore_state
+from ray_app.train.checkpointing.step_log import StepLog
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Phase, SingleProcessMembership
 from ray_app.train.state.state import NO_STATE, TrainingState
@@ -263,7 +264,7 @@ class Coordinator:
         """
         try:
             with self._waiting():
-                restore_state(self._job, self._state, self._step_log, self._sender, HOST)
+                restore_state(self._job, self._state, self._step_log, self._sender, HOST, World(0, 1, 1))
         except OSError as error:
             logger.warning("The state to go on from cannot be read, will try again: %s", error)
             raise NotReadyError from error

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ray_app.drill.faults import HookChain
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.sharded import Units, assert_bit_identical, fsdp_job
+from tests.support.sharded import Units, assert_bit_identical, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 PLAIN = {"train__strategy": "ddp", "train__peer_replica": False}
@@ -107,28 +108,18 @@ def test_a_kill_in_the_middle_of_an_update_is_bit_identical(
 
 
 @pytest.mark.rest
-def test_two_killed_neighbours_roll_back_to_the_last_snapshot(
+def test_two_killed_neighbours_roll_back_to_the_last_checkpoint(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
-    """The survivor goes back to the newest snapshot."""
-    job = fsdp_job(tmp_path / "run", data, **FIELDS, checkpoint__snapshot_every_steps=5)
-    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(FIELDS | PLAIN)), 2, cache_windows)
+    fields = FIELDS | {"checkpoint__every_steps": 5}
+    job = fsdp_job(tmp_path / "run", data, **fields)
+    plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, **(fields | PLAIN)), 2, cache_windows)
     kills = [KillOnce(tmp_path / str(rank), step=8, rank=rank) for rank in (0, 1)]
-    train_shifting(worker_pool, job, [[0, 1, 2], [2]], [], Hooks(after_step=HookGroup(kills)))
+    hooks = Hooks(after_step=HookChain((committed_before(job, 8, step=5), *kills)))
+    train_shifting(worker_pool, job, [[0, 1, 2], [2]], [], hooks)
     assert all(kill.proof.exists() for kill in kills)
     sizes = [set(workers) for workers in read_trained_run(job).workers]
     assert sizes[:5] == [{3}] * 5
-    assert sizes[5:7] == [{3, 1}] * 2, "the steps after the snapshot were not repeated"
+    assert sizes[5:7] == [{3, 1}] * 2, "the steps after the checkpoint were not repeated"
     assert sizes[8:] == [{1}] * 10
     assert_bit_identical(read_trained_run(job), plain)
-
-
-@dataclass(frozen=True)
-class HookGroup:
-    """Calls several hooks."""
-
-    hooks: list[KillOnce]
-
-    def __call__(self, rank: int, step: int) -> None:
-        for hook in self.hooks:
-            hook(rank, step)

@@ -25,7 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from ray_app.checkpoint import store as store_module
 from ray_app.checkpoint.format import Snapshot
-from ray_app.checkpoint.store import COMMIT, WRITER, CheckpointStore, Commit, Pin
+from ray_app.checkpoint.retention import Pin
+from ray_app.checkpoint.store import COMMIT, WRITER, CheckpointStore, Commit
 from ray_app.config.sections import CheckpointSection
 from ray_app.errors import CheckpointError, LeaseLostError
 from ray_app.retry import Retry

@@ -30,7 +30,7 @@ def test_survivors_continue_from_a_peer_replica_after_a_kill(
         "train__strategy": strategy,
         "scaling__min_workers": 2,
         "scaling__max_workers": 2,
-        "checkpoint__snapshot_every_steps": 4,
+        "train__peer_replica": True,
     }
     kill = Kill(str(tmp_path / "killed"), step=14, rank=0)
     result = run_training(make_short_config(**fields), faults=Faults(train=Hooks(after_step=kill)))
