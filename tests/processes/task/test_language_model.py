@@ -21,7 +21,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.models.export import load_model, write_export
 from ray_app.task import language_model as module
 from ray_app.task.language_model import CausalLanguageModel
-from ray_app.task.losses import sum_losses
+from ray_app.task.losses import MetricKey, sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
@@ -310,4 +310,4 @@ def test_a_mixture_of_experts_trains_on_what_transformers_trains_on() -> None:
     expected = model(input_ids=batch["tokens"].long(), attention_mask=mask, labels=labels).loss
     sums = sum_losses(task, task.training_loss(model, batch))
     assert sums.loss / sums.weight == pytest.approx(expected.item(), rel=1e-5)
-    assert sums.metrics["aux_loss"] / sums.weight > 1
+    assert sums.metrics[MetricKey("aux_loss")] / sums.weight > 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import ConfigError
 from ray_app.task.configured_arguments import compute_row_losses
-from ray_app.task.losses import Losses, sum_losses
+from ray_app.task.losses import Losses, MetricKey, sum_losses
 
 RANDOM = torch.Generator().manual_seed(1)
 SCORES, PIXELS = torch.randn(6, 3, generator=RANDOM), torch.randn(2, 3, 4, 4, generator=RANDOM)
@@ -109,7 +109,9 @@ def test_training_accuracy_has_the_weights_of_the_loss(
 ) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     sums = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target, accuracy=True)))
-    assert sums.metrics["accuracy"] / sums.weight == pytest.approx(((correct * weights).sum() / weights.sum()).item())
+    assert sums.metrics[MetricKey("accuracy")] / sums.weight == pytest.approx(
+        ((correct * weights).sum() / weights.sum()).item()
+    )
     without_accuracy = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
     assert (without_accuracy.loss, without_accuracy.weight) == (sums.loss, sums.weight)
 
@@ -168,7 +170,7 @@ def test_the_padding_of_lists_has_no_weight(
         getattr(nn, name)(**tensors)(of_values, target[IS_TOKEN]).item(), rel=1e-5
     )
     if not init_args and sums.metrics:
-        assert sums.metrics["accuracy"] / sums.weight == pytest.approx(
+        assert sums.metrics[MetricKey("accuracy")] / sums.weight == pytest.approx(
             (of_values.argmax(1) == target[IS_TOKEN]).float().mean().item()
         )
 
