@@ -29,7 +29,7 @@ nitpick_ignore_regex = [
         "py:class",
         r"ray_app\.config\.(sections|import_paths)\.\w+",
     ),
-    ("py:class", r"ray_app\.(train\.job\.Job|report\.facts\.Facts|keras\.strategies\.Strategy|reduction\.base\.T)"),
+    ("py:class", r"ray_app\.(train\.job\.Job|report\.facts\.Facts|keras\.strategies\.Strategy|reduction\.reducer\.T)"),
 ]
 
 html_theme = "furo"
