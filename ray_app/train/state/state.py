@@ -74,8 +74,7 @@ class Trainable(Protocol):
 class Placement:
     """Where a rank has the parameters that its optimizer updates: here all of them, in the model that computes.
 
-    Every method is local: none communicates with other ranks. (With `fsdp` an optimizer that looks at whole parameters
-    does so by itself.)
+    Every method is local. With `fsdp` an optimizer that looks at whole parameters communicates by itself.
     """
 
     init_context: Callable[[], AbstractContextManager[object]] = nullcontext
