@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_261,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 9_841,
+    "ray_app/task": 9_846,
     "ray_app/track": 1_031,
     "ray_app/train": 10_116,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_925,
+    "tests": 73_931,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
-from ray_app.task.transforms import Spec, instantiate
+from ray_app.task.transforms import instantiate
 from ray_app.torch_private import foreach_copy_
 
 _MODULE = "ray_app.task.keras.optimizer"
@@ -46,15 +46,15 @@ _PARAMETER = re.compile(r".*parameter(\d+)(?:_(\w+))?$")
 """The end of the name of a variable that Keras keeps for a parameter, which begins with the name of the latter."""
 
 
-def describe_optimizer(optimizer: Any, named: dict[str, Any], program: Spec) -> dict[str, Any]:
+def describe_optimizer(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields `optimizer` and `schedule` of a configuration for an optimizer of Keras.
 
-    Optimizers and schedules of Keras are written out; one of the user is named by the program that has it.
+    Optimizers and schedules of Keras are written out. One of the user has `program` in its arguments, in which the task
+    puts its program.
 
     Args:
         optimizer: The optimizer that a model was compiled with.
         named: The variables of the model by the names of the parameters.
-        program: The specification of the program.
 
     Raises:
         ConfigError: The optimizer does what has another place here.
@@ -65,19 +65,19 @@ def describe_optimizer(optimizer: Any, named: dict[str, Any], program: Spec) -> 
     fields: dict[str, Any] = {
         "optimizer": {
             "class_path": OPTIMIZER,
-            "init_args": {"lr": float(optimizer.learning_rate), **_write_out(optimizer, program)},
+            "init_args": {"lr": float(optimizer.learning_rate), **_write_out(optimizer)},
             "groups": _make_groups(optimizer, named) or None,
         }
     }
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-        fields["schedule"] = {"class_path": SCHEDULE, "init_args": _write_out(schedule, program)}
+        fields["schedule"] = {"class_path": SCHEDULE, "init_args": _write_out(schedule)}
     return fields
 
 
-def _write_out(part: Any, program: Spec) -> dict[str, Any]:
-    """Returns an optimizer or a schedule in Keras' own form if it is of Keras alone, otherwise the program."""
+def _write_out(part: Any) -> dict[str, Any]:
+    """Returns an optimizer or a schedule in Keras' form if it is of Keras alone, else the place of a program."""
     keras = library.import_keras()
-    by_program = {"program": json.dumps(program)}
+    by_program = {"program": None}
     is_of_keras = type(part).__module__.startswith("keras.")
     if not isinstance(part, keras.optimizers.Optimizer):
         serialized = keras.saving.serialize_keras_object(part) if is_of_keras else {}

@@ -140,7 +140,7 @@ class KerasTask(BatchTask):
         if not prepared.compiled:
             with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
                 module = prepared._build()
-            fields = describe_optimizer(module.program.optimizer, module.trained_variables(), self.model)
+            fields = describe_optimizer(module.program.optimizer, module.trained_variables())
             prepared.compiled = {
                 # A text, since the fields name classes, which `Task.restore` would refuse in a package.
                 "fields": json.dumps(fields),
@@ -189,6 +189,11 @@ class KerasTask(BatchTask):
     def optimizer_fields(self) -> dict[str, Any]:
         """Returns `optimizer` and `schedule` of the configuration as the program was compiled, see `Task`."""
         fields: dict[str, Any] = json.loads(self.compiled["fields"])
+        for name in ("optimizer", "schedule"):
+            arguments = fields.get(name, {}).get("init_args", {})
+            # The program is code, so it is that of this task, and not what a package has for it.
+            if "program" in arguments:
+                arguments["program"] = json.dumps(self.model)
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:

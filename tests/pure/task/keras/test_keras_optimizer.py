@@ -46,9 +46,6 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-PROGRAM = {"class_path": "tests.support.keras_programs.get_plain"}
-
-
 def make_model(optimizer: Any) -> Any:
     model = keras.Sequential(
         [
@@ -82,7 +79,7 @@ def test_a_hundred_steps_give_the_weights_of_keras_bit_for_bit(name: str, option
     torch.manual_seed(0)
     keras_optimizer = getattr(keras.optimizers, name)(**options)
     model = make_model(keras_optimizer)
-    fields = describe_optimizer(keras_optimizer, {v.path: v for v in model.trainable_variables}, PROGRAM)
+    fields = describe_optimizer(keras_optimizer, {v.path: v for v in model.trainable_variables})
     named = {v.path: nn.Parameter(v.value.detach().clone()) for v in model.trainable_variables}
     optimizer, schedule = make_torch(fields, named)
     start = {path: p.detach().clone() for path, p in named.items()}
@@ -112,7 +109,7 @@ def test_the_state_of_a_parameter_holds_tensors_alone() -> None:
     optimizer = keras.optimizers.Nadam()
     model = make_model(optimizer)
     named = {v.path: nn.Parameter(v.value.detach().clone()) for v in model.trainable_variables}
-    ours, _ = make_torch(describe_optimizer(optimizer, {}, PROGRAM), named)
+    ours, _ = make_torch(describe_optimizer(optimizer, {}), named)
     for p in named.values():
         p.grad = torch.ones_like(p)
     ours.step()
@@ -128,7 +125,7 @@ def test_the_state_of_a_parameter_holds_tensors_alone() -> None:
 def test_a_parameter_without_a_gradient_stays_as_it_is() -> None:
     ours = KerasOptimizer(
         [first := nn.Parameter(torch.ones(2)), second := nn.Parameter(torch.ones(3))],
-        **describe_optimizer(keras.optimizers.AdamW(), {}, PROGRAM)["optimizer"]["init_args"],
+        **describe_optimizer(keras.optimizers.AdamW(), {})["optimizer"]["init_args"],
     )
     first.grad = torch.ones(2)
     ours.step()
@@ -140,7 +137,7 @@ def test_weights_that_decay_leaves_alone_are_groups() -> None:
     optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
     optimizer.exclude_from_weight_decay(var_names=["bias"])
     model = make_model(optimizer)
-    fields = describe_optimizer(optimizer, {v.path: v for v in model.trainable_variables}, PROGRAM)
+    fields = describe_optimizer(optimizer, {v.path: v for v in model.trainable_variables})
     assert [group["decays"] for group in fields["optimizer"]["groups"]] == [True, False, True, False]
 
 
@@ -154,7 +151,7 @@ def test_weights_that_decay_leaves_alone_are_groups() -> None:
 )
 def test_what_has_another_place_is_refused(optimizer: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        describe_optimizer(optimizer(), {}, PROGRAM)
+        describe_optimizer(optimizer(), {})
 
 
 @pytest.mark.parametrize(
@@ -167,12 +164,12 @@ def test_what_has_another_place_is_refused(optimizer: Any, words: str) -> None:
     ],
 )
 def test_parts_of_weights_need_an_optimizer_of_values(optimizer: Any, reason: str | None) -> None:
-    refused = refuse_sharding(describe_optimizer(optimizer(), {}, PROGRAM))
+    refused = refuse_sharding(describe_optimizer(optimizer(), {}))
     assert refused is None if reason is None else reason in str(refused)
 
 
 def test_groups_with_other_learning_rates_are_refused() -> None:
-    init_args = describe_optimizer(keras.optimizers.SGD(), {}, PROGRAM)["optimizer"]["init_args"]
+    init_args = describe_optimizer(keras.optimizers.SGD(), {})["optimizer"]["init_args"]
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     ours = KerasOptimizer([{"params": [p]}, {"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}], **init_args)

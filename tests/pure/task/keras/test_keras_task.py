@@ -308,3 +308,12 @@ def test_the_backend_is_chosen_before_keras_is_imported(monkeypatch: pytest.Monk
     monkeypatch.delitem(sys.modules, "keras")
     library.choose_backend()
     assert os.environ["KERAS_BACKEND"] == "torch"
+
+
+def test_the_program_of_an_optimizer_is_that_of_the_task(data: Path) -> None:
+    """The settings of a package cannot name another one."""
+    task = prepare(config_of(data, "get_plain")).job.task
+    assert isinstance(task, KerasTask)
+    fields = json.dumps({"optimizer": {"init_args": {"program": json.dumps({"class_path": "os.system"})}}})
+    restored = task.restore({**vars(task), "compiled": {**task.compiled, "fields": fields}}, "It")
+    assert json.loads(restored.optimizer_fields()["optimizer"]["init_args"]["program"]) == task.model
