@@ -38,7 +38,6 @@ class Fix(NamedTuple):
 
 CLIENT, SERVER = "cluster/rendezvous/client.py", "cluster/rendezvous/rendezvous.py"
 PROTOCOL = "cluster/rendezvous/worker_protocol.py"
-PROTOCOL = "cluster/rendezvous/worker_protocol.py"
 PROCESS_GROUP = "train/process_group.py"
 FIXES = {
     "an error is reported at once": Fix(CLIENT, "            self._report_break(error)\n", "", ERROR),
