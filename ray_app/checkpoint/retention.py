@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay: the newest, the best, and those that an evaluator has pinned."""
+"""Chooses the checkpoints of a run that stay: the newest, the best, and the pinned ones of evaluators."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class Members:
         self._change_profile(member, profile)
 
     def update(self, newest_generation: int | None = None, draining: frozenset[str] | None = None) -> None:
-        """Sets the attributes that are given, and counts all members again, since their profiles depend on these."""
+        """Sets attributes by their names, and counts all members again, since their profiles depend on these."""
         self.newest_generation = self.newest_generation if newest_generation is None else newest_generation
         self.draining = self.draining if draining is None else draining
         for member in self:
