@@ -44,6 +44,7 @@ class StrategyTraits:
         can_alternate_optimizers: A step can update some of the parameters, with one of several optimizers.
         can_capture_steps: The passes of a step can be captured as CUDA graphs.
         can_run_user_loops: The loop of a script can make the steps.
+        can_intervene: Every worker has the whole state after every step, so that it can be changed between two epochs.
         can_share_gpus: Workers can share a GPU, so that gloo carries what they send.
         keeps_parameter_groups: The optimizer gets the model's parameters, so that it may group them by itself.
         fills_missing_gradients: A missing gradient is replaced by zeros even with one logical worker.
@@ -66,6 +67,7 @@ class StrategyTraits:
     can_alternate_optimizers: bool = False
     can_capture_steps: bool = False
     can_run_user_loops: bool = False
+    can_intervene: bool = False
     can_share_gpus: bool = False
     keeps_parameter_groups: bool = False
     fills_missing_gradients: bool = False
@@ -96,6 +98,7 @@ _DDP = StrategyTraits(
     can_alternate_optimizers=True,
     can_capture_steps=True,
     can_run_user_loops=True,
+    can_intervene=True,
     can_share_gpus=True,
     keeps_parameter_groups=True,
     detects_stragglers=True,

@@ -38,6 +38,7 @@ from ray_app.cluster.resources import (
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.variables import NO_PROXY
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
+from ray_app.driver.interventions import Answers, check_interventions
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.services import EvaluatorClient, load_observers, make_tracker
@@ -52,6 +53,7 @@ from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s, put_json
+from ray_app.task.interventions import Intervener
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
 from ray_app.train.checkpointing.restore import record_fallback
@@ -113,7 +115,11 @@ class Phases:
 
 
 def run_training(
-    config: Config, console: Console | None = None, faults: Faults = Faults(), observe: Observe | None = None
+    config: Config,
+    console: Console | None = None,
+    faults: Faults = Faults(),
+    observe: Observe | None = None,
+    intervene: Intervener | None = None,
 ) -> Result:
     """Trains, evaluates and records one run; starting the same run name again continues it.
 
@@ -121,6 +127,7 @@ def run_training(
         config: From `load_config`.
         console: Where progress is shown; by default standard output.
         observe: See `Observe`.
+        intervene: May change the run between two epochs; None: as the task says.
 
     Returns:
         The summary, and methods to load models and read metrics. Its status is `interrupted` after Ctrl-C or SIGTERM.
@@ -130,13 +137,18 @@ def run_training(
         DataError: The data is refused, and nothing was started or written; or a row in mid-run cannot be used.
         RayAppError: The run failed; `summary.json` is written, starting again continues it.
     """
-    with open_run(config, console or TextConsole(), faults) as run:
+    with open_run(config, console or TextConsole(), faults, intervene=intervene) as run:
         return run.run(observe)
 
 
 @contextmanager
 def open_run(
-    config: Config, console: Console, faults: Faults = Faults(), background: bool = False, since_s: float | None = None
+    config: Config,
+    console: Console,
+    faults: Faults = Faults(),
+    background: bool = False,
+    since_s: float | None = None,
+    intervene: Intervener | None = None,
 ) -> Iterator[Run]:
     """Checks all that can be checked before anything is written, connects to the cluster and claims the run.
 
@@ -145,6 +157,7 @@ def open_run(
     Args:
         background: Leaves signals and progress to the foreground, such as a notebook.
         since_s: When the command was entered, in seconds since 1970; None without a command.
+        intervene: May change the run between two epochs; None: as the task says.
     """
     phases = Phases(since_s)
     phases.end("command")
@@ -157,6 +170,8 @@ def open_run(
         prepared = prepare(config)
         # The number of workers and of their GPUs is known now.
         config = prepared.job.config
+        intervene = intervene or prepared.job.task.intervener()
+        check_interventions(prepared.job, intervene)
         phases.end("preparation")
         if config.train.strategy_traits.has_workers:
             import_in_background("ray_app.driver.run")
@@ -194,7 +209,8 @@ def open_run(
                 progress = quiet_console if background else safe_console
                 phases.end("claim")
                 consoles = safe_console, progress
-                yield Run(prepared, lease, max_workers, consoles, faults, is_own_cluster, interrupted, phases.seconds)
+                ends = is_own_cluster, interrupted
+                yield Run(prepared, lease, max_workers, consoles, faults, *ends, phases.seconds, intervene)
 
 
 class Run:
@@ -206,6 +222,7 @@ class Run:
         is_own_cluster: Whether the driver started the cluster, which then ends with it.
         interrupted: Set when the run is to stop.
         phases: Seconds of the phases of the start.
+        intervene: May change the run between two epochs; None: nothing does.
     """
 
     def __init__(
@@ -218,8 +235,10 @@ class Run:
         is_own_cluster: bool,
         interrupted: threading.Event,
         phases: dict[str, float],
+        intervene: Intervener | None = None,
     ) -> None:
-        self.job = prepared.job
+        self.job = replace(prepared.job, is_intervened=intervene is not None)
+        self._answers = Answers(self.job, intervene) if intervene is not None else None
         self._config = prepared.job.config
         self._evaluation, self._constant_scores = prepared.evaluation, dict(prepared.constant_scores)
         self._phases = phases
@@ -271,7 +290,8 @@ class Run:
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
-                        train_single(job, self._stops, self._progress, evaluator.waiting, self._faults.train)
+                        answer = self._answers.answer if self._answers is not None else lambda step: None
+                        train_single(job, self._stops, self._progress, evaluator.waiting, self._faults.train, answer)
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(
@@ -390,6 +410,8 @@ class Run:
                         f"The workers are ended as they are: {exceeded}. Steps since the newest checkpoint are lost."
                     )
                     break
+                if self._answers is not None:
+                    self._answers.poll()
                 if observe is not None:
                     observe(job)
                 thread.join(_CHECK_S)

@@ -25,15 +25,21 @@ from ray_app.watch.metrics import RunMetrics
 from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
-def train_in_process(job: Job, membership: SingleProcessMembership, hooks: Hooks) -> None:
-    """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry."""
+def train_in_process(
+    job: Job, membership: SingleProcessMembership, hooks: Hooks, ask: Callable[[int], object] = lambda step: None
+) -> None:
+    """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry.
+
+    Args:
+        ask: See `WorkerContext`.
+    """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation if job.workers_evaluate else None
     load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     read_cache = (lambda: load_all(fetch_in_process, job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
-        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load))
+        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load, ask=ask))
 
 
 _CHECK_S = 0.25
@@ -65,13 +71,19 @@ def exclusive_process(config: Config, background: bool) -> Iterator[None]:
 
 
 def train_single(
-    job: Job, stops: Callable[[bool], bool], console: SafeConsole, waiting: Callable[[], list[Commit]], hooks: Hooks
+    job: Job,
+    stops: Callable[[bool], bool],
+    console: SafeConsole,
+    waiting: Callable[[], list[Commit]],
+    hooks: Hooks,
+    ask: Callable[[int], object],
 ) -> None:
     """Trains in this thread and shows progress in another, as plain lines, which leave the terminal to a debugger.
 
     Args:
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
         waiting: Returns the checkpoints that wait for the evaluator.
+        ask: See `WorkerContext`.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
     plain_console = console.as_plain()
@@ -90,7 +102,7 @@ def train_single(
     watcher = threading.Thread(target=watch, name="console", daemon=True)
     watcher.start()
     try:
-        train_in_process(job, membership, hooks)
+        train_in_process(job, membership, hooks, ask)
     finally:
         ended.set()
         watcher.join()

@@ -8,34 +8,38 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import fspath
 from typing import Any
-
-import numpy as np
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
 from ray_app.config.sections import RunSection
 from ray_app.config.strategies import STRATEGIES
 from ray_app.data.dataset import open_dataset
+from ray_app.driver.finalize import stored_job
 from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
-from ray_app.preflight.inputs import make_plan, make_task, read_classes
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import stored_config
-from ray_app.storage.files import to_location
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.keras import library
-from ray_app.task.keras.callbacks import CallbackPlan, plan_callbacks
-from ray_app.task.keras.optimizer import SCHEDULE
+from ray_app.task.keras.callbacks import (
+    CallbackRunner,
+    backup_name,
+    copy_weights,
+    monitored_fields,
+    running_callbacks,
+)
 from ray_app.task.keras.task import Columns, KerasTask
+from ray_app.train.interventions import read_logs
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +63,20 @@ class History:
             their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
             only the latter.
         epoch: The numbers of the epochs, from 0.
+        params: The numbers of epochs and steps, and how much is shown.
+        model: The model that was given, with the trained weights; for a function the model that it has returned.
         result: The run.
-        checkpoint: The checkpoint with the weights that training has ended with: `newest`, or `best`.
     """
 
     history: dict[str, list[float]]
     epoch: list[int]
+    params: dict[str, Any]
+    model: Any = field(repr=False)
     result: Result = field(repr=False)
-    checkpoint: str = "newest"
 
     def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`."""
-        return self.result.keras_model(self.checkpoint)
+        """Returns the trained `keras.Model`, read from the run."""
+        return self.result.keras_model("newest")
 
 
 def fit(
@@ -136,8 +142,8 @@ def fit(
     """
     _refuse(
         {
-            f"initial_epoch is {initial_epoch}; a run continues by its name. Give name= and the higher number of"
-            " epochs.": initial_epoch != 0,
+            f"initial_epoch is {initial_epoch}, and epochs is {epochs}, the number of the last one; there is nothing to"
+            " train. Give a higher number of epochs.": initial_epoch >= epochs,
             f"validation_steps is {validation_steps}; an evaluation uses all rows. Give fewer rows, or"
             ' fields={"evaluate.max_rows": ...}, an equal share of all parts.': validation_steps is not None,
             f"shuffle is {shuffle!r}; rows are shuffled in every epoch, in an order that depends on the seed alone."
@@ -151,10 +157,18 @@ def fit(
     )
     more = dict(fields or {})
     storage_path = more.get("run.storage_path", RunSection.storage_path)
-    plans = plan_callbacks(callbacks)
+    running, lines = running_callbacks(callbacks)
+    name = name or _resumable_name(backup_name(callbacks), storage_path)
     columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
     earlier = None if before is None else before.task.init_args.get("model")
+    # A run that is continued counts all its epochs.
+    first_epoch = initial_epoch if before is None else 0
+    if first_epoch and name is not None:
+        raise ConfigError(
+            f"initial_epoch is {initial_epoch}, and there is no run {name!r} that could go on there. Leave name or"
+            " initial_epoch out."
+        )
     init_args = {
         "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier),
         "class_weight": None if class_weight is None else _read_class_weight(class_weight),
@@ -165,85 +179,51 @@ def fit(
         "task": {"class_path": _TASK, "init_args": init_args},
         **data,
         "data.global_batch_size": rows,
-        "train.epochs": epochs,
+        "train.epochs": epochs - first_epoch,
         "train.steps_per_epoch": steps_per_epoch,
         "checkpoint.every_epochs": validation_freq,
         "evaluate.batch_size": rows if validation_batch_size is None else validation_batch_size,
         **_worker_fields(strategy_of(model), workers),
-        **{key: value for plan in plans for key, value in plan.fields.items()},
         **({} if name is None else {"run.name": name}),
     }
     settings |= (untracked := _untracked_fields(more))
     if "data.eval_path" in settings:
         settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
-    elif "evaluate.metric" in settings:
-        raise ConfigError("A callback decides by val_ metrics, and validation_data is missing. Give it.")
+        settings |= monitored_fields(running)
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
     _refuse_other_arrays(config, before)
-    config, rates = add_schedule(config, plans)
     console = TextConsole(file=StringIO()) if verbose == 0 else TextConsole()
-    for text in [*(plan.text for plan in plans), *([_UNTRACKED] if untracked else [])]:
+    for text in [*lines, *([_UNTRACKED] if untracked else [])]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    checkpoint = next((plan.checkpoint for plan in plans if plan.checkpoint), "newest")
-    history = _make_history(run_training(config, console), checkpoint, rates)
-    if isinstance(model, library.import_keras().Model):
-        _set_weights(model, history.keras_model())
-    for plan in plans:
-        if plan.at_end is not None:
-            plan.at_end(history)
-    return history
+    given = model if isinstance(model, library.import_keras().Model) else None
+    intervene = CallbackRunner(running, given, first_epoch) if running else None
+    result = run_training(config, console, intervene=intervene)
+    trained = result.keras_model("newest")
+    if given is not None:
+        copy_weights(trained, given)
+    steps = stored_job(RunPaths(result.path)).steps_per_epoch
+    params = {"verbose": verbose, "epochs": epochs, "steps": steps}
+    return _make_history(result, initial_epoch, first_epoch, params, trained if given is None else given)
+
+
+def _resumable_name(name: str | None, storage_path: str) -> str | None:
+    """Returns the name of the run that `BackupAndRestore` continues, with a number if the run of this name is finished.
+
+    Keras deletes the backup of a finished training.
+    """
+    if name is None:
+        return None
+    number, numbered = 1, name
+    while (read_json(RunPaths(to_location(storage_path) / numbered).summary) or {}).get("status") == "finished":
+        number += 1
+        numbered = f"{name}-{number}"
+    return numbered
 
 
 def _untracked_fields(fields: Mapping[str, Any]) -> Fields:
     """Returns the field that turns tracking off where MLflow is not installed and the caller names no field of it."""
     is_chosen = any(name.startswith("tracking.") for name in fields)
     return {} if is_chosen or importlib.util.find_spec("mlflow") else {"tracking.enabled": False}
-
-
-def add_schedule(config: Config, plans: Sequence[CallbackPlan]) -> tuple[Config, list[float]]:
-    """Returns a configuration with the schedule of a callback, and the learning rate of each epoch; else none.
-
-    The function gets the rate that the model is compiled with for the first epoch.
-
-    Raises:
-        ConfigError: The model or the configuration has a schedule already, or the function returns no float.
-    """
-    schedules = [plan.schedule for plan in plans if plan.schedule is not None]
-    if not schedules:
-        return config, []
-    dataset = open_dataset(config.data.path)
-    task = make_task(config).prepare(dataset.facts)
-    fields = task.optimizer_fields()
-    if len(schedules) > 1 or config.schedule is not None or "schedule" in fields:
-        raise ConfigError(
-            "LearningRateScheduler sets the learning rate of each epoch, and another schedule sets it, too. Leave one"
-            " of them out."
-        )
-    rates = make_rates(schedules[0], fields["optimizer"]["init_args"]["lr"], config.train.epochs)
-    plan = make_plan(config, dataset.manifest, read_classes(config, dataset))
-    steps = config.train.steps_per_epoch or plan.steps_per_epoch
-    keras_schedules = library.import_keras().optimizers.schedules
-    # The last epoch adds a boundary, since Keras needs at least one.
-    boundaries = [steps * (epoch + 1) - 1 for epoch in range(len(rates))]
-    decay = keras_schedules.PiecewiseConstantDecay(boundaries, [*rates, rates[-1]])
-    spec = {"class_path": SCHEDULE, "init_args": {"serialized": keras_schedules.serialize(decay)}}
-    return config.replace(schedule=spec), rates
-
-
-def make_rates(schedule: Callable[..., float], rate: float, epochs: int) -> list[float]:
-    """Returns the learning rate of each epoch as `LearningRateScheduler` sets it, from the rate of the optimizer."""
-    rates = []
-    for epoch in range(epochs):
-        try:
-            rate = schedule(epoch, rate)
-        except TypeError:
-            rate = schedule(epoch)
-        if not isinstance(rate, float | np.floating):
-            raise ConfigError(f"The schedule returned {rate!r} for epoch {epoch}; it must return a float.")
-        # An optimizer keeps its rate as float32, and the schedule gets the rate of the epoch before.
-        rate = float(np.float32(rate))
-        rates.append(rate)
-    return rates
 
 
 def _locate_rows(
@@ -291,19 +271,28 @@ def _refuse_other_arrays(config: Config, before: Config | None) -> None:
         )
 
 
-def _make_history(result: Result, checkpoint: str, rates: list[float]) -> History:
-    """Returns the course of a run; warns of metrics that it has of the validation data alone."""
-    epochs = result.epochs()
+def _make_history(result: Result, initial_epoch: int, first_epoch: int, params: dict[str, Any], model: Any) -> History:
+    """Returns the course of a run; warns of metrics that it has of the validation data alone.
+
+    Args:
+        initial_epoch: The number of the first epoch of the course.
+        first_epoch: The number of the first epoch of the run.
+    """
+    epochs, logs = result.epochs(), read_logs(RunPaths(result.path))
+    for epoch, values in enumerate(epochs, 1):
+        values.update(logs.get(epoch * params["steps"], {}))
+    epochs = epochs[initial_epoch - first_epoch :]
     names = dict.fromkeys(name for values in epochs for name in values)
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
         logger.warning(
             "The history has %s, and not the same of the training rows: these are not means over rows.",
             ", ".join(missing),
         )
-    history = {name: [values[name] for values in epochs if name in values] for name in names}
-    if rates:
-        history["learning_rate"] = rates[: len(epochs)]
-    return History(history, list(range(len(epochs))), result, checkpoint)
+    # Keras sorts the names of an epoch's values; a callback adds its own ones at the end.
+    added = {name for values in logs.values() for name in values}
+    order = sorted(names, key=lambda name: (name in added, name))
+    history = {name: [values[name] for values in epochs if name in values] for name in order}
+    return History(history, list(range(initial_epoch, initial_epoch + len(epochs))), params, model, result)
 
 
 def evaluate(
@@ -338,7 +327,7 @@ def evaluate(
         data: Any = fspath(x)
     else:
         data = FitColumns(task.model_inputs, task.model_target, task.sample_weight).fill(x, y, sample_weight)
-    values = run.result.evaluate(data, run.checkpoint, batch_size=batch_size)
+    values = run.result.evaluate(data, "newest", batch_size=batch_size)
     if return_dict:
         return values
     if len(values) == 1:
@@ -367,7 +356,7 @@ def predict(run: History, x: Any, batch_size: int | None = None, verbose: int | 
     del verbose
     task = _task_of(run)
     data: Any = fspath(x) if is_path(x) else fill_columns(task.model_inputs, x, "x")
-    outputs = run.result.predict(data, run.checkpoint, batch_size=batch_size)
+    outputs = run.result.predict(data, "newest", batch_size=batch_size)
     if outputs.keys() == {"predicted"}:
         return outputs["predicted"]
     is_list = list(outputs) == [f"predicted_{number}" for number in range(len(outputs))]
@@ -441,10 +430,3 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
         # An evaluator that lags behind may skip no epoch.
         return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
     return {"evaluate.where": "workers"}
-
-
-def _set_weights(model: Any, trained: Any) -> None:
-    """Gives a model the weights of its trained copy; a model that its first batch would build is built."""
-    if not model.built:
-        model.build_from_config(trained.get_build_config())
-    model.set_weights(trained.get_weights())

@@ -80,6 +80,9 @@ class RunPaths:
     """The folder with one file per step that the run's own evaluator has evaluated."""
     evaluators = _Entry("evaluators")
     """The folder with one folder for each other evaluator, by its name."""
+    interventions = _Entry("interventions")
+    """The folder with one file per step at which code in the driver's process, such as a callback of Keras, has
+    answered, with the changes that it has made."""
     metrics = _Entry("metrics")
     """The folder of the segments with step records."""
     events = _Entry("events")

@@ -27,6 +27,7 @@ from ray_app.task.fields import (
     refuse_missing,
     to_model_types,
 )
+from ray_app.task.interventions import Intervener
 from ray_app.task.losses import Losses
 from ray_app.task.ragged import LENGTHS, Arrays, to_array
 from ray_app.task.transforms import uniform
@@ -340,6 +341,13 @@ class Task(ABC):
         Not overridden: those of `forward`. Override it where `loss` or `update` need more than a prediction does.
         """
         return self.forward(model, batch)
+
+    def intervener(self) -> Intervener | None:
+        """Returns the code that may change the run between two epochs, in the driver's process; None if there is none.
+
+        All workers wait for it after each epoch.
+        """
+        return None
 
     def finish(self, model: nn.Module) -> None:
         """Frees what the task keeps of a model in this process; called when the training of the model has ended."""

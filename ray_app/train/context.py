@@ -26,6 +26,8 @@ class WorkerContext:
         sender: Sends snapshots to the snapshot actors and fetches the newest; None without them.
         load_evaluation: Loads the evaluation data, with `job.evaluation`; the workers then evaluate at every planned
             checkpoint.
+        ask: Called in rank 0 when the question of a step is on storage (`put_question`), with `job.is_intervened`. The
+            driver may answer during the call or later.
     """
 
     job: Job
@@ -35,3 +37,4 @@ class WorkerContext:
     hooks: Hooks = Hooks()
     sender: SnapshotSender | None = None
     load_evaluation: Callable[[], Arrays] | None = None
+    ask: Callable[[int], object] = lambda step: None

@@ -28,6 +28,7 @@ from ray_app.storage.data_files import open_data_file
 from ray_app.storage.files import to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
+from ray_app.train.interventions import stopped_at
 from ray_app.train.state.parameters import check_parameters_digest, read_parameters
 
 
@@ -48,6 +49,7 @@ class Job:
         best_mode: `max` or `min`.
         evaluation: The evaluation data; None without any.
         initial: File with the initial parameters; None if the model draws them.
+        is_intervened: Whether the driver may intervene between two epochs, see `train.interventions`.
     """
 
     config: Config
@@ -62,6 +64,7 @@ class Job:
     best_mode: str
     evaluation: RowSource | None = None
     initial: str | None = None
+    is_intervened: bool = True
 
     @property
     def paths(self) -> RunPaths:
@@ -146,7 +149,9 @@ class Job:
         return sorted(planned)
 
     def early_stop(self) -> Verdict | None:
-        """Returns the verdict of `ray_app.runlog.evaluations.early_stop` for this run."""
+        """Returns the verdict of `ray_app.runlog.evaluations.early_stop` for this run, or that of an intervention."""
+        if self.is_intervened and (step := stopped_at(self.paths)) is not None:
+            return Verdict(step, step)
         return early_stop(self.paths, self.config.evaluate, self.best_metric, self.best_mode, self.planned_evaluations)
 
     def best_first(self) -> list[Evaluation]:

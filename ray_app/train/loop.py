@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -18,17 +19,20 @@ from ray_app.data.feed import Feed
 from ray_app.devices import kind_of
 from ray_app.errors import PeerLostError, PreemptedError, TaskError
 from ray_app.plan.order import Cursor
+from ray_app.reduction.messages import gather
 from ray_app.reduction.peer_errors import translate_peer_errors
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import put_event
-from ray_app.storage.files import put_atomic
+from ray_app.storage.files import poll_interval_s, put_atomic
 from ray_app.task import environment
+from ray_app.task.interventions import Intervention
 from ray_app.task.user_code import user_code
 from ray_app.train.build import build_state, build_step
 from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.checkpointing.restore import restore_state
 from ray_app.train.checkpointing.step_log import BadRows, StepLog
 from ray_app.train.context import WorkerContext
+from ray_app.train.interventions import put_question, read_intervention
 from ray_app.train.job import Job
 from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase
 from ray_app.train.state.state import NO_STATE
@@ -39,6 +43,8 @@ from ray_app.train.stragglers import StragglerReporter
 
 logger = logging.getLogger(__name__)
 
+_POLLS_PER_INTERVAL = 10
+"""Number of times that an answer is looked for while other files are looked for once: all workers wait for it."""
 _MAX_BROKEN_GENERATIONS = 10
 """Number of generations that may break in a row without a finished step.
 
@@ -69,7 +75,7 @@ class _Worker:
         job, device = context.job, context.device
         self._job, self._device = job, device
         membership = self._membership = context.membership
-        self._hooks = context.hooks
+        self._hooks, self._ask = context.hooks, context.ask
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
@@ -214,6 +220,8 @@ class _Worker:
         compared_workers = self._sdc_monitor.gather_workers(world)
         # A state that was restored or received may be that of a checkpoint without its evaluation.
         self._evaluate(world)
+        if self._intervene(world):
+            return Flags.STOP
         while True:
             flags = self._run_steps(world, straggler_reporter, compared_workers)
             new_assignment = straggler_reporter.proposed_assignment
@@ -278,6 +286,8 @@ class _Worker:
                 if state.step < self._finished_steps:
                     self._call_after_step(world)
                     continue
+                if self._intervene(world):
+                    result = result._replace(flags=result.flags | Flags.STOP)
                 self._save_if_due(cursor, result)
                 self._call_after_step(world)
                 self._evaluate(world)
@@ -329,6 +339,42 @@ class _Worker:
         self._enter("evaluate")
         self._validation.run(world)
         self._step_log.skip_time()
+
+    def _intervene(self, world: World) -> bool:
+        """Lets the driver intervene at the start of the run or the end of an epoch; a collective then.
+
+        The checkpoint of the step is made afterwards, so that it has what the driver has changed.
+
+        Returns:
+            Whether training is over.
+
+        Raises:
+            PeerLostError: A peer left meanwhile.
+        """
+        job, state = self._job, self._state
+        if not job.is_intervened or (state.step % job.steps_per_epoch and state.step != job.total_steps):
+            return False
+        self._evaluate(world)
+        self._enter("evaluate")
+        change = gather(self._answered() if world.rank == 0 else None, world)[0]
+        assert change is not None
+        state.apply(change)
+        self._step_log.skip_time()
+        return bool(change.stops)
+
+    def _answered(self) -> Intervention:
+        """Returns the intervention of the present step, for which the driver is asked unless it is on storage."""
+        paths, step = self._job.paths, self._state.step
+        if (change := read_intervention(paths, step)) is not None:
+            return change
+        self._step_log.flush()
+        put_question(paths, step, self._state.master.state_dict())
+        self._ask(step)
+        never = threading.Event()
+        while (change := read_intervention(paths, step)) is None:
+            never.wait(poll_interval_s(paths.root) / _POLLS_PER_INTERVAL)
+            self._membership.report_progress()
+        return change
 
     def _exit_drained(self, flags: Flags) -> None:
         """Saves the state of this worker, which exits because it is drained, if `has_to_save_on_exit`.

@@ -1,251 +1,265 @@
-"""Callbacks of Keras as fields of a configuration: what has a counterpart is mapped, and all else is refused.
+"""Callbacks of Keras, which run in the driver's process between two epochs, while all workers wait.
 
-Callbacks run between the steps of one process, and a run has no such process: workers come and go, and a lost step is
-done again. So a callback becomes a setting of the run, or work at its end.
+What they decide there (`stop_training`, the learning rate, weights) is an intervention: it is recorded, and takes
+effect on all workers before the next step. A few callbacks do what every run does, and do not run.
 """
 
 from __future__ import annotations
 
-import csv
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from io import StringIO
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from ray_app.devices import HOST
 from ray_app.errors import ConfigError
-from ray_app.storage.files import put_atomic, to_location
+from ray_app.task.interventions import EpochEnd, Intervention
 from ray_app.task.keras import library
+from ray_app.task.keras.module import KerasModule
 
 _VALIDATION = "val_"
-_RUN_NAME = "run.name"
-_OBSERVER = (
-    'Give fields={"observers": [...]}, classes of yours that the driver notifies of evaluations, checkpoints and the'
-    " end of a run (docs/runs.md)"
-)
+_OF_A_RUN = {
+    "BackupAndRestore": "another call with the same name continues the run, by default the name of backup_dir",
+    "ProgbarLogger": "a run shows its progress",
+    "TerminateOnNaN": "every run ends with an error at a loss that is not a number, with the weights before it",
+}
+"""Callbacks that do what every run does, and how it does that."""
 _REFUSED = {
-    "ReduceLROnPlateau": "The learning rate of a step must not depend on when an evaluation is done, so that a resume"
-    " repeats it. Compile the model with a schedule, such as keras.optimizers.schedules.CosineDecay, or use"
-    " EarlyStopping.",
-    "LambdaCallback": f"{_OBSERVER}.",
-    "RemoteMonitor": f"{_OBSERVER}, such as ray_app.Webhook.",
+    "OrbaxCheckpoint": "Use ModelCheckpoint; a run has checkpoints of its own, too.",
     "SwapEMAWeights": 'Give fields={"train.ema_decay": 0.999}: the average is evaluated and saved.',
-    "OrbaxCheckpoint": "Use ModelCheckpoint.",
 }
 """The callbacks of Keras without a counterpart, and what to use instead."""
+_BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-@dataclass(frozen=True)
-class CallbackPlan:
-    """What a callback becomes.
-
-    Args:
-        text: What it becomes, for the user.
-        fields: Fields of the configuration by their dotted names.
-        checkpoint: The checkpoint with the weights that training ends with, if the callback decides that.
-        schedule: Returns the learning rate of each epoch: a function of the epoch and the rate before.
-        at_end: Called with the `ray_app.keras.History` after training.
-        configured: What it becomes in a configuration, where that differs from `text`.
-        refused: Why a configuration cannot have it, and what to use instead; "" if it can.
-    """
-
-    text: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint: str | None = None
-    schedule: Callable[..., float] | None = None
-    at_end: Callable[[Any], None] | None = None
-    configured: str = ""
-    refused: str = ""
-
-
-def plan_callbacks(callbacks: Any) -> list[CallbackPlan]:
-    """Returns what each callback becomes.
+def running_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
+    """Returns the callbacks that run, and a line for each of the others.
 
     Raises:
-        ConfigError: One has no counterpart; two need different values of a field.
+        ConfigError: One has no counterpart.
     """
     keras = library.import_keras()
-    plans: list[CallbackPlan] = []
-    origins: dict[str, tuple[Any, str]] = {}
+    running, lines = [], []
     # Keras takes one callback without a list, too.
     for callback in keras.tree.flatten(callbacks or []):
         name = type(callback).__name__
-        if type(callback) is not getattr(keras.callbacks, name, None):
+        is_of_keras = type(callback) is getattr(keras.callbacks, name, None)
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ConfigError(f"callbacks has a {name}; each must be a keras.callbacks.Callback.")
+        if is_of_keras and name in _REFUSED:
+            raise ConfigError(f"{name} has no counterpart in a run. {_REFUSED[name]}")
+        if isinstance(getattr(callback, "save_freq", None), int) and is_of_keras and name == "ModelCheckpoint":
             raise ConfigError(
-                f"{name} is a callback of yours, and no process calls it after each step or epoch of a run."
-                f" {_OBSERVER}; what happens in a step belongs to the model: compute_loss, metrics, layers."
+                f"ModelCheckpoint has save_freq={callback.save_freq}, and callbacks run between two epochs. Leave it"
+                f' out; with fields={{"checkpoint.every_steps": {callback.save_freq}}} the run keeps checkpoints.'
             )
-        if (advice := _REFUSED.get(name)) is not None:
-            raise ConfigError(f"{name} has no counterpart in a run. {advice}")
-        if (make := _PLANS.get(name)) is None:
-            raise ConfigError(f"{name} is not known here; the callbacks with a counterpart are {', '.join(_PLANS)}.")
-        plan = make(callback)
-        for key, value in plan.fields.items():
-            earlier, origin = origins.setdefault(key, (value, name))
-            if earlier != value:
-                raise ConfigError(
-                    f"{origin} needs {key} = {earlier!r}, and {name} needs {value!r}; a run has one. Let both have the"
-                    " same."
-                )
-        plans.append(plan)
-    return plans
+        if is_of_keras and name in _OF_A_RUN:
+            lines.append(f"{name}: {_OF_A_RUN[name]}")
+        else:
+            running.append(_EventFiles.of(callback) if is_of_keras and name == "TensorBoard" else callback)
+    return running, lines
 
 
-def plan_configuration(callbacks: Any) -> tuple[dict[str, Any], list[str]]:
-    """Returns the fields of a configuration that callbacks become, and a line for each callback.
+def backup_name(callbacks: Any) -> str | None:
+    """Returns the name of a run that `BackupAndRestore` continues; None without this callback."""
+    keras = library.import_keras()
+    backups = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, keras.callbacks.BackupAndRestore)]
+    return next((Path(str(callback.backup_dir)).name for callback in backups), None)
 
-    A configuration has no call of `fit`, so a callback cannot write a file at its end.
 
-    Raises:
-        ConfigError: See `plan_callbacks`; or a callback belongs to a call of `fit`.
+def monitored_fields(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Returns the fields that let the best checkpoint be the best for the first callback that monitors evaluations."""
+    for callback in callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and monitor.startswith(_VALIDATION):
+            mode = getattr(callback, "mode", "auto")
+            modes = {} if mode not in ("min", "max") else {"evaluate.mode": mode}
+            return {"evaluate.metric": monitor.removeprefix(_VALIDATION), **modes}
+    return {}
+
+
+class CallbackRunner:
+    """Calls callbacks between two epochs, and returns what they have changed; an `Intervener`.
+
+    Args:
+        callbacks: The callbacks.
+        model: The model that callbacks get as `self.model`; None: a model of the task.
+        first_epoch: Number of the first epoch, from 0.
     """
-    fields: dict[str, Any] = {}
-    plans = plan_callbacks(callbacks)
-    for plan in plans:
-        if plan.refused:
-            raise ConfigError(plan.refused)
-        # The task keeps them as JSON, which has no numbers of NumPy.
-        fields |= {name: value.item() if hasattr(value, "item") else value for name, value in plan.fields.items()}
-    # The configuration names the run.
-    fields.pop(_RUN_NAME, None)
-    return fields, [plan.configured or plan.text for plan in plans]
 
+    def __init__(self, callbacks: Sequence[Any], model: Any = None, first_epoch: int = 0) -> None:
+        self._callbacks, self._model, self._first_epoch = list(callbacks), model, first_epoch
+        keras = library.import_keras()
+        self._history = keras.callbacks.History()
+        self._list: Any = None
+        self._module: KerasModule | None = None
 
-def _plan_early_stopping(callback: Any) -> CallbackPlan:
-    _refuse_set(callback, baseline=None, start_from_epoch=0)
-    # Keras stops after the first evaluation that is not better with a patience of 0, as with 1.
-    fields = {"evaluate.patience": max(1, callback.patience), "evaluate.min_delta": abs(callback.min_delta)}
-    text = f"EarlyStopping: evaluate.patience {fields['evaluate.patience']}; training ends with the best weights"
-    # A run goes on while its last evaluations are compared, so that the weights of the stop are not kept.
-    return CallbackPlan(text, fields | _monitored(callback), "best")
+    def __call__(self, end: EpochEnd) -> Intervention:
+        """Calls the callbacks; see `Intervener`."""
+        with torch.random.fork_rng(devices=[]), library.device_scope(HOST):
+            return self._call(end)
 
+    def _call(self, end: EpochEnd) -> Intervention:
+        if self._module is None:
+            module = end.build_model()
+            assert isinstance(module, KerasModule)
+            self._module = module
+        self._module.load_state_dict(dict(end.parameters))
+        trained = self._module.saved_program()
+        model = trained if self._model is None else self._model
+        if model is not trained:
+            copy_weights(trained, model)
+        library.begin_epoch(model, end.lr, end.step)
+        rate = library.current_rate(model)
+        if self._list is None:
+            self._begin(model, end)
+        before = model.get_weights()
+        epoch = self._first_epoch + end.epoch - 1
+        logs: dict[str, float] = {}
+        if end.step:
+            self._replay_batches(model, end, epoch)
+            if end.scores is not None:
+                self._list.on_test_begin()
+                self._list.on_test_end(dict(end.scores))
+            scores = {f"{_VALIDATION}{name}": value for name, value in (end.scores or {}).items()}
+            logs = {**end.logs, **scores}
+            self._list.on_epoch_end(epoch, logs)
+        stops = bool(model.stop_training)
+        if end.is_last or stops:
+            self._list.on_train_end(logs)
+        else:
+            self._list.on_epoch_begin(epoch + 1)
+        parameters = None
+        if model is not trained:
+            trained.set_weights(model.get_weights())
+        if not _are_equal(before, trained.get_weights()):
+            parameters = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        newest = {name: values[-1] for name, values in self._history.history.items() if values and end.step}
+        state, arrays = _pack(self._callbacks)
+        more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
+        new_rate = library.current_rate(model)
+        return Intervention(stops, new_rate if new_rate != rate else None, parameters, more, state, arrays)
 
-def _plan_model_checkpoint(callback: Any) -> CallbackPlan:
-    path = callback.filepath
-    if "{" in path:
-        raise ConfigError(
-            f"ModelCheckpoint has the filepath {path!r} with fields. Name one file; result.export(folder, 'step-500')"
-            " writes the model of a certain checkpoint."
+    def _begin(self, model: Any, end: EpochEnd) -> None:
+        """Begins training for the callbacks; those of an interrupted run go on as they were."""
+        keras = library.import_keras()
+        model.stop_training = False
+        if end.before is not None:
+            for callback in self._callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True
+        self._list = keras.callbacks.CallbackList(
+            [*self._callbacks, self._history],
+            model=model,
+            verbose=0,
+            epochs=self._first_epoch + end.epochs,
+            steps=end.steps_per_epoch,
         )
-    if callback.best is not None:
-        raise ConfigError("ModelCheckpoint has initial_value_threshold, which has no counterpart. Leave it out.")
-    checkpoint, target = "best" if callback.save_best_only else "newest", to_location(path)
+        before = model.get_weights()
+        self._list.on_train_begin()
+        if end.before is not None:
+            _unpack(self._callbacks, end.before)
+        elif not _are_equal(before, model.get_weights()) and end.step:
+            model.set_weights(before)
 
-    def write(history: Any) -> None:
-        model = history.result.keras_model(checkpoint)
-        with tempfile.TemporaryDirectory(prefix="ray_app-keras-") as folder:
-            # Keras writes to disks only, and chooses the format by the end of the name.
-            file = Path(folder) / Path(path).name
-            (model.save_weights if callback.save_weights_only else model.save)(file)
-            put_atomic(target, file.read_bytes())
+    def _replay_batches(self, model: Any, end: EpochEnd, epoch: int) -> None:
+        """Calls the callbacks of each step of the epoch; they may look, but not change anything.
 
-    text = f"ModelCheckpoint: the {checkpoint} model is written to {path} at the end; the run has checkpoints meanwhile"
-    monitored = _monitored(callback) if callback.save_best_only else {}
-    return CallbackPlan(
-        text,
-        _save_fields(callback.save_freq) | monitored,
-        at_end=write,
-        configured=f"ModelCheckpoint: the run keeps its {checkpoint} checkpoint, and `ray-app export --run RUN --out"
-        f" FOLDER{'' if checkpoint == 'best' else ' --checkpoint newest'}` writes its model",
-    )
-
-
-def _plan_backup(callback: Any) -> CallbackPlan:
-    name = Path(callback.backup_dir).name
-    return CallbackPlan(
-        "BackupAndRestore: another call with the same name continues the run, by default the name of backup_dir",
-        {_RUN_NAME: name, **_save_fields(callback.save_freq)},
-        configured="BackupAndRestore: another start with the same run.name continues the run",
-    )
-
-
-def _plan_tensorboard(callback: Any) -> CallbackPlan:
-    _refuse_set(callback, histogram_freq=0, write_images=False, embeddings_freq=0)
-    steps = {} if callback.update_freq == "epoch" else {"tracking.every_steps": callback.update_freq}
-    return CallbackPlan(
-        f"TensorBoard: event files are in the run's folder tensorboard, and not in {callback.log_dir}",
-        {"tracking.tensorboard": True, **steps},
-    )
+        Raises:
+            ConfigError: One has changed something.
+        """
+        keras = library.import_keras()
+        base = keras.callbacks.Callback
+        names = [
+            type(callback).__name__
+            for callback in self._callbacks
+            if any(getattr(type(callback), method) is not getattr(base, method) for method in _BATCH_METHODS)
+        ]
+        if not names:
+            return
+        before, rate = model.get_weights(), library.current_rate(model)
+        for number, values in enumerate(end.batches):
+            self._list.on_train_batch_begin(number)
+            self._list.on_train_batch_end(number, dict(values))
+            is_changed = model.stop_training or rate != library.current_rate(model)
+            if is_changed or not _are_equal(before, model.get_weights()):
+                raise ConfigError(
+                    f"{' or '.join(names)} has changed the training after batch {number} of epoch {epoch + 1}"
+                    " (stop_training, the learning rate or weights). The workers make the steps of an epoch without"
+                    " waiting for callbacks: change these in on_epoch_end, or use a schedule for the learning rate."
+                )
 
 
-def _plan_csv(callback: Any) -> CallbackPlan:
-    path = Path(callback.filename)
-
-    def write(history: Any) -> None:
-        header, *rows = _table_lines(history, callback.sep)
-        has_more = callback.append and path.exists()
-        before = path.read_bytes().decode().splitlines(keepends=True) if has_more else []
-        # A run that was continued has the epochs of its earlier calls again.
-        written = max(count for count in range(len(rows) + 1) if before[len(before) - count :] == rows[:count])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if callback.append else "w", newline="") as file:
-            file.writelines([*([] if before else [header]), *rows[written:]])
-
-    return CallbackPlan(
-        f"CSVLogger: {path} is written at the end",
-        at_end=write,
-        refused="CSVLogger writes a file at the end of a call of ray_app.keras.fit. Leave it out of a configuration:"
-        " the values of each epoch are in the report, in MLflow, and in Result.epochs() of Python.",
-    )
+def copy_weights(trained: Any, model: Any) -> None:
+    """Gives a model the weights of its trained copy; a model that its first batch would build is built."""
+    if not model.built:
+        model.build_from_config(trained.get_build_config())
+    model.set_weights(trained.get_weights())
 
 
-def _table_lines(history: Any, separator: str) -> list[str]:
-    """Returns the lines of a CSV file with the values of each epoch, and the names before them."""
-    text = StringIO()
-    names = ["epoch", *sorted(history.history)]
-    writer = csv.DictWriter(text, names, restval="NA", delimiter=separator)
-    writer.writeheader()
-    complete = {name: values for name, values in history.history.items() if len(values) == len(history.epoch)}
-    for epoch, values in enumerate(history.result.epochs()):
-        writer.writerow({"epoch": epoch, **values, **{name: one[epoch] for name, one in complete.items()}})
-    return text.getvalue().splitlines(keepends=True)
+class _EventFiles:
+    """Stands for `TensorBoard`, whose own files need TensorFlow."""
+
+    @staticmethod
+    def of(callback: Any) -> Any:
+        """Returns a callback that writes the same values of each epoch to the same folder."""
+        from tensorboardX import SummaryWriter
+
+        keras = library.import_keras()
+
+        class EventFiles(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+                for part in ("train", "validation"):
+                    is_part = part == "validation"
+                    values = {k: v for k, v in (logs or {}).items() if k.startswith(_VALIDATION) == is_part}
+                    if not values and is_part:
+                        continue
+                    with SummaryWriter(str(Path(callback.log_dir) / part)) as writer:
+                        for name, value in values.items():
+                            writer.add_scalar(f"epoch_{name.removeprefix(_VALIDATION)}", value, epoch)
+                        if part == "train" and callback.histogram_freq and epoch % callback.histogram_freq == 0:
+                            for variable in self.model.weights:
+                                writer.add_histogram(f"{variable.path}/histogram", np.array(variable), epoch)
+
+        return EventFiles()
 
 
-def _plan_schedule(callback: Any) -> CallbackPlan:
-    return CallbackPlan(
-        "LearningRateScheduler: called for all epochs before the start",
-        schedule=callback.schedule,
-        refused="LearningRateScheduler belongs to a call of ray_app.keras.fit. For a configuration compile the model"
-        " with a schedule, such as keras.optimizers.schedules.PiecewiseConstantDecay, or name one of torch in"
-        " schedule.",
-    )
+def _are_equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
 
 
-_PLANS: dict[str, Callable[[Any], CallbackPlan]] = {
-    "EarlyStopping": _plan_early_stopping,
-    "ModelCheckpoint": _plan_model_checkpoint,
-    "BackupAndRestore": _plan_backup,
-    "TensorBoard": _plan_tensorboard,
-    "CSVLogger": _plan_csv,
-    "LearningRateScheduler": _plan_schedule,
-    "TerminateOnNaN": lambda callback: CallbackPlan("TerminateOnNaN: every run does that"),
-    "History": lambda callback: CallbackPlan(
-        "History: fit returns it", configured="History: the report and MLflow have the values of each epoch"
-    ),
-    "ProgbarLogger": lambda callback: CallbackPlan("ProgbarLogger: a run shows its progress"),
-}
-"""What each callback with a counterpart becomes."""
+def _pack(callbacks: Sequence[Any]) -> tuple[str, dict[str, Tensor]]:
+    """Returns the state of callbacks: attributes with plain values as JSON, and those with arrays by their places."""
+    plain: dict[str, Any] = {}
+    arrays: dict[str, Tensor] = {}
+    for number, callback in enumerate(callbacks):
+        for name, value in vars(callback).items():
+            key = f"{number}.{name}"
+            if isinstance(value, list) and value and all(isinstance(one, np.ndarray) for one in value):
+                arrays |= {f"{key}.{i}": torch.from_numpy(np.ascontiguousarray(one)) for i, one in enumerate(value)}
+            elif name not in ("_model", "_params"):
+                try:
+                    plain[key] = json.loads(json.dumps(value.item() if isinstance(value, np.generic) else value))
+                except (TypeError, ValueError):
+                    # Files, functions and models are made again when training begins.
+                    continue
+    return json.dumps(plain), arrays
 
 
-def _refuse_set(callback: Any, **defaults: Any) -> None:
-    """Raises ConfigError for arguments of a callback that are not at their defaults."""
-    for name, default in defaults.items():
-        if (value := getattr(callback, name)) != default:
-            raise ConfigError(f"{type(callback).__name__} has {name} = {value!r}, without a counterpart. Leave it out.")
-
-
-def _monitored(callback: Any) -> dict[str, Any]:
-    """Returns the fields with the metric that decides."""
-    monitor = callback.monitor
-    if not monitor.startswith(_VALIDATION):
-        raise ConfigError(
-            f"{type(callback).__name__} monitors {monitor!r} of the training rows; a run decides by its evaluations."
-            f" Monitor {_VALIDATION}{monitor}, and give validation_data."
-        )
-    mode = {} if callback.mode == "auto" else {"evaluate.mode": callback.mode}
-    return {"evaluate.metric": monitor.removeprefix(_VALIDATION), **mode}
-
-
-def _save_fields(save_freq: int | str) -> dict[str, Any]:
-    return {"checkpoint.every_steps": save_freq} if isinstance(save_freq, int) else {}
+def _unpack(callbacks: Sequence[Any], before: Intervention) -> None:
+    """Gives callbacks the state of an earlier process."""
+    for key, value in json.loads(before.state or "{}").items():
+        number, _, name = key.partition(".")
+        if int(number) < len(callbacks):
+            setattr(callbacks[int(number)], name, value)
+    lists: dict[str, list[Any]] = {}
+    for key in sorted(before.arrays, key=lambda key: (key.rpartition(".")[0], int(key.rpartition(".")[2]))):
+        lists.setdefault(key.rpartition(".")[0], []).append(before.arrays[key].numpy())
+    for key, values in lists.items():
+        number, _, name = key.partition(".")
+        if int(number) < len(callbacks):
+            setattr(callbacks[int(number)], name, values)

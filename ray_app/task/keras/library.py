@@ -316,6 +316,21 @@ def rate_source(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def current_rate(program: Any) -> float | None:
+    """Returns the learning rate of a model's optimizer; None if a schedule or a function gives it."""
+    optimizer = program.optimizer
+    is_set = optimizer is not None and isinstance(rate_source(optimizer), import_keras().Variable)
+    return float(optimizer.learning_rate) if is_set else None
+
+
+def begin_epoch(program: Any, rate: float, steps: int) -> None:
+    """Gives a model's optimizer the learning rate of a run, unless it has a schedule, and the number of its steps."""
+    if current_rate(program) is not None:
+        program.optimizer.learning_rate = rate
+    if program.optimizer is not None:
+        step_counter(program.optimizer).assign(steps)
+
+
 def step_counter(optimizer: Any) -> Any:
     """Returns the variable that counts the calls of `apply`, with gradient accumulation those between updates, too."""
     return optimizer._iterations

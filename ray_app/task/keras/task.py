@@ -22,8 +22,9 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
 from ray_app.task.base import Batch
 from ray_app.task.images import IMAGE
+from ray_app.task.interventions import Intervener
 from ray_app.task.keras import library, program
-from ray_app.task.keras.callbacks import plan_configuration
+from ray_app.task.keras.callbacks import CallbackRunner, monitored_fields, running_callbacks
 from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizer, refuse_sharding
 from ray_app.task.losses import Losses
@@ -127,8 +128,7 @@ class KerasTask(BatchTask):
         self.keras_settings: dict[str, str] = {}
         self.column_types: dict[str, list[Any]] = {}
         self.compiled: dict[str, Any] = {}
-        # Fields of the configuration that callbacks become, and a line for each callback.
-        self.callback_plan: list[Any] | None = None
+        self.monitored: dict[str, Any] | None = None
 
     def prepare(self, data: DataFacts) -> KerasTask:
         """Imports the program, checks the columns and builds the model; returns a task that keeps their facts."""
@@ -146,8 +146,7 @@ class KerasTask(BatchTask):
                 "fields": json.dumps(fields),
                 "summed": library.summed_losses(module.program),
             }
-            # A list, since JSON has no tuples.
-            prepared.callback_plan = list(prepared._plan_callbacks())
+            prepared.monitored = prepared.configuration_fields()
         return prepared
 
     def validate_config(self, config: Config) -> list[str]:
@@ -156,9 +155,7 @@ class KerasTask(BatchTask):
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
             logger.info("optimizer of the configuration counts, not that of the compiled model.")
-        callback_fields, lines = self._plan_callbacks()
-        for line in lines:
-            logger.info("%s.", line)
+        callback_fields = self.configuration_fields()
         own_metric, metric = config.evaluate.metric, callback_fields.get("evaluate.metric")
         reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
         problems = {
@@ -197,19 +194,25 @@ class KerasTask(BatchTask):
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:
-        """Returns the fields that the callbacks become, see `Task`."""
-        return self._plan_callbacks()[0]
+        """Returns the fields that callbacks need: evaluations between epochs, and the metric that one monitors."""
+        if self.monitored is not None:
+            return self.monitored
+        running = self._make_callbacks()[0]
+        return {"evaluate.where": "workers", **monitored_fields(running)} if running else {}
 
-    def _plan_callbacks(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns the fields that the callbacks become, and a line for each callback; `prepare` keeps them."""
-        if self.callback_plan is not None:
-            fields, lines = self.callback_plan
-            return fields, lines
+    def intervener(self) -> Intervener | None:
+        """Returns what calls the callbacks between two epochs, see `Task`."""
+        callbacks, lines = self._make_callbacks()
+        for line in lines:
+            logger.info("%s.", line)
+        return CallbackRunner(callbacks) if callbacks else None
+
+    def _make_callbacks(self) -> tuple[list[Any], list[str]]:
+        """Returns the callbacks of the program that run, and a line for each of the others."""
         if self.callbacks is None:
-            return {}, []
+            return [], []
         with user_code(lambda: "making the callbacks of the program"):
-            callbacks = instantiate(self.callbacks, _CALLBACKS)
-        return plan_configuration(callbacks)
+            return running_callbacks(instantiate(self.callbacks, _CALLBACKS))
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""

@@ -425,13 +425,17 @@ class StepLog:
         while self._records and self._records[0].step <= last_stored_step:
             self._records.popleft()
 
+    def flush(self) -> None:
+        """Writes the pending records; raises `OSError` if the storage refuses."""
+        if self._metrics_writer is not None:
+            self._metrics_writer.flush()
+
     def _before_commit(self, commit: Commit) -> None:
         """Writes the pending records before a checkpoint is committed, so that no checkpoint is ahead of them.
 
         It is called in the thread of the checkpoint writer.
         """
-        if self._metrics_writer is not None:
-            self._metrics_writer.flush()
+        self.flush()
         if self._commit_hook is not None:
             self._commit_hook(commit)
 

@@ -32,6 +32,7 @@ from ray_app.reduction.messages import gather
 from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.world import World
 from ray_app.task.base import Task
+from ray_app.task.interventions import Intervention
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import remove_compiler_hooks
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
@@ -435,6 +436,14 @@ class TrainingState:
         elif self.schedule is not None:
             self.schedule.step()
         self.step += 1
+
+    def apply(self, change: Intervention) -> None:
+        """Applies a change between two epochs."""
+        if change.parameters is not None:
+            self.master.load_state_dict(dict(change.parameters))
+        if change.lr is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = change.lr
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns a copy of the state in host memory, of a sharded state that of this rank's part.

@@ -1,0 +1,111 @@
+"""Answers the workers' questions between two epochs by the code that intervenes, in the driver's process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ray_app.checkpoint.store import CheckpointStore
+from ray_app.config.strategies import list_strategies
+from ray_app.errors import ConfigError
+from ray_app.runlog.evaluations import read_scores
+from ray_app.runlog.history import means
+from ray_app.runlog.journal import RecordReader, StepRecord
+from ray_app.storage.files import poll_interval_s
+from ray_app.task.interventions import EpochEnd, Intervener
+from ray_app.train.interventions import (
+    asked_steps,
+    intervened_steps,
+    put_intervention,
+    read_intervention,
+    read_question,
+)
+from ray_app.train.job import Job
+
+
+def check_interventions(job: Job, intervene: Intervener | None) -> None:
+    """Raises ConfigError if a run with this configuration cannot be changed between two epochs."""
+    config = job.config
+    if intervene is None:
+        return
+    if not config.train.strategy_traits.can_intervene:
+        raise ConfigError(
+            f"train.strategy is {config.train.strategy}, and callbacks need the whole model after each epoch. Use"
+            f" {list_strategies(lambda traits: traits.can_intervene)}, or leave the callbacks out: evaluate.patience"
+            " stops early, and schedule changes the learning rate."
+        )
+    if job.evaluation is not None and not job.workers_evaluate:
+        raise ConfigError(
+            f"evaluate.where is {config.evaluate.where}, whose evaluations may come after the next epoch has begun, and"
+            " callbacks get them between two epochs. Set it to workers."
+        )
+
+
+class Answers:
+    """Collects what is known of an epoch, and records the intervention that follows from it.
+
+    Args:
+        job: The run.
+        intervene: The code that intervenes.
+    """
+
+    def __init__(self, job: Job, intervene: Intervener) -> None:
+        self._job, self._intervene = job, intervene
+        self._reader = RecordReader(job.paths)
+        self._records = dict[int, StepRecord]()
+        self._is_first = True
+        self._polled_s = 0.0
+
+    def poll(self) -> None:
+        """Answers what is asked; looks at a bucket only as often as it suits it."""
+        interval_s = poll_interval_s(self._job.paths.root)
+        if interval_s > 1 and time.monotonic() - self._polled_s < interval_s:
+            return
+        self._polled_s = time.monotonic()
+        for step in asked_steps(self._job.paths):
+            self.answer(step)
+
+    def answer(self, step: int) -> None:
+        """Answers the question of a step; an exception of the code that intervenes ends the run."""
+        job = self._job
+        parameters = read_question(job.paths, step)
+        if parameters is None:
+            return
+        self._records |= {record.step: record for record in self._reader.first_records()}
+        every = job.steps_per_epoch
+        epoch = -(-step // every)
+        records = [self._records[number] for number in range((epoch - 1) * every + 1, step + 1) if step]
+        scores = next((e.metrics for e in read_scores(job.paths) if e.step == step), None)
+        earlier = [other for other in intervened_steps(job.paths) if other < step] if self._is_first else []
+        before = read_intervention(job.paths, earlier[-1]) if earlier else None
+        change = self._intervene(
+            EpochEnd(
+                step,
+                epoch,
+                job.config.train.epochs,
+                every,
+                records[-1].lr if records else float(job.config.optimizer.init_args.get("lr", 0.0)),
+                _running_means(records),
+                means(records) if records else {},
+                scores,
+                parameters,
+                job.task.build_model,
+                before,
+            )
+        )
+        self._is_first = False
+        self._records = {number: record for number, record in self._records.items() if number > step}
+        commits = CheckpointStore(job.paths).commits()
+        put_intervention(job.paths, step, change, min((commit.step for commit in commits), default=0))
+
+
+def _running_means(records: Sequence[StepRecord]) -> list[dict[str, float]]:
+    """Returns for each step the means over it and all before it, as Keras reports them while an epoch lasts."""
+    sums, weights = dict[str, float](), dict[str, float]()
+    running = []
+    for record in records:
+        for name, value in {"loss": record.loss, **record.metrics}.items():
+            sums[name] = sums.get(name, 0.0) + value * record.over
+            weights[name] = weights.get(name, 0.0) + record.over
+        running.append({name: sums[name] / weights[name] if weights[name] else float("nan") for name in sums})
+    return running

@@ -1,0 +1,77 @@
+"""Interventions: what code in the driver's process changes about a run between two epochs.
+
+Callbacks of Keras are such code. At the start and after each epoch all workers wait until it has answered. The answer
+is on storage before it takes effect, so a resume repeats it and does not ask again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """A run between two epochs, while no worker steps.
+
+    Args:
+        step: Number of finished steps; 0 before the first epoch.
+        epoch: Number of finished epochs.
+        epochs: Number of epochs of the run.
+        steps_per_epoch: Steps of an epoch.
+        lr: The learning rate of the last step, or the first one.
+        batches: For each step of the last epoch the means of loss and metrics from the beginning of the epoch on.
+        logs: The means over the last epoch.
+        scores: The evaluation of this step by the names of the metrics; None if none is planned here.
+        parameters: Parameters and persistent buffers of the model by name.
+        build_model: Builds the model of the run, with other parameters.
+        before: The newest intervention of an earlier process, at the first call in this one; None if there is none.
+    """
+
+    step: int
+    epoch: int
+    epochs: int
+    steps_per_epoch: int
+    lr: float
+    batches: Sequence[Mapping[str, float]]
+    logs: Mapping[str, float]
+    scores: Mapping[str, float] | None
+    parameters: Mapping[str, Tensor]
+    build_model: Callable[[], nn.Module]
+    before: Intervention | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no epoch follows."""
+        return self.epoch >= self.epochs
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """A change of a run between two epochs.
+
+    Args:
+        stops: Whether training is over.
+        lr: The learning rate of the next steps; None leaves it as it is.
+        parameters: New parameters and persistent buffers of the model by name; None leaves them as they are.
+        logs: Values of the epoch that the run itself does not have.
+        state: What another process needs to know for the next intervention: a text without code.
+        arrays: Tensors that belong to `state`, by name.
+    """
+
+    stops: bool = False
+    lr: float | None = None
+    parameters: Mapping[str, Tensor] | None = None
+    logs: Mapping[str, float] = field(default_factory=dict)
+    state: str = ""
+    arrays: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Intervener(Protocol):
+    """Code that changes a run between two epochs; the driver's process calls it once for each of them."""
+
+    def __call__(self, end: EpochEnd) -> Intervention:
+        """Returns the change; an exception ends the run."""
