@@ -206,7 +206,8 @@ def stored_job(paths: RunPaths, config: Config | None = None) -> Job:
     classes = Classes.of_totals(stored["rows"]) if stored is not None else None
     plan = make_plan(config, read_manifest(paths), classes)
     metric, mode = config.evaluate.metric or task.best_metric, config.evaluate.mode or task.best_mode
-    return Job(config, digest(config, plan.manifest.digest), task, plan, "", {}, str(paths.root), 0, metric, mode)
+    digests = digest(config, plan.manifest.digest)
+    return Job(config, digests, task, plan, "", {}, str(paths.root), 0, metric, mode, is_intervened=True)
 
 
 def make_stored_task(paths: RunPaths, config: Config) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from math import nan
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.strategies import list_strategies
@@ -55,6 +55,8 @@ class Answers:
         self._records = dict[int, StepRecord]()
         self._is_first = True
         self._polled_s = 0.0
+        # The means of the epoch, in the process that trains.
+        self._running: _RunningMeans | None = None
 
     def poll(self) -> None:
         """Answers what is asked; looks at a bucket only as often as it suits it."""
@@ -64,6 +66,18 @@ class Answers:
         self._polled_s = time.monotonic()
         for step in asked_steps(self._job.paths):
             self.answer(step)
+
+    def at_batch(self, record: StepRecord | None) -> bool:
+        """Tells the code that intervenes of a step that this process has finished; returns whether its epoch ends."""
+        assert record is not None
+        number = (record.step - 1) % self._job.steps_per_epoch
+        if self._running is None:
+            # An epoch that was interrupted goes on.
+            self._running = _RunningMeans()
+            for earlier in RecordReader(self._job.paths).first_records() if number else ():
+                if record.step - number <= earlier.step < record.step:
+                    self._running.add(earlier)
+        return self._intervene.at_batch(number, self._running.add(record))
 
     def answer(self, step: int) -> None:
         """Answers the question of a step; an exception of the code that intervenes ends the run."""
@@ -78,6 +92,7 @@ class Answers:
         scores = next((e.metrics for e in read_scores(job.paths) if e.step == step), None)
         earlier = [other for other in intervened_steps(job.paths) if other < step] if self._is_first else []
         before = read_intervention(job.paths, earlier[-1]) if earlier else None
+        is_live = not job.config.train.strategy_traits.has_workers
         change = self._intervene(
             EpochEnd(
                 step,
@@ -85,27 +100,31 @@ class Answers:
                 job.config.train.epochs,
                 every,
                 records[-1].lr if records else float(job.config.optimizer.init_args.get("lr", 0.0)),
-                _running_means(records),
+                [] if is_live else list(map(_RunningMeans().add, records)),
                 means(records) if records else {},
                 scores,
+                -(-job.evaluation.manifest.num_rows // job.config.evaluate.batch_size) if job.evaluation else 0,
+                is_live,
                 parameters,
                 job.task.build_model,
                 before,
             )
         )
-        self._is_first = False
+        self._is_first, self._running = False, None
         self._records = {number: record for number, record in self._records.items() if number > step}
         commits = CheckpointStore(job.paths).commits()
         put_intervention(job.paths, step, change, min((commit.step for commit in commits), default=0))
 
 
-def _running_means(records: Sequence[StepRecord]) -> list[dict[str, float]]:
-    """Returns for each step the means over it and all before it, as Keras reports them while an epoch lasts."""
-    sums, weights = dict[str, float](), dict[str, float]()
-    running = []
-    for record in records:
+class _RunningMeans:
+    """The means of loss and metrics from the beginning of an epoch on, as Keras reports them while it lasts."""
+
+    def __init__(self) -> None:
+        self._sums, self._weights = dict[str, float](), dict[str, float]()
+
+    def add(self, record: StepRecord) -> dict[str, float]:
+        """Returns the means up to a step, which is added."""
         for name, value in {"loss": record.loss, **record.metrics}.items():
-            sums[name] = sums.get(name, 0.0) + value * record.over
-            weights[name] = weights.get(name, 0.0) + record.over
-        running.append({name: sums[name] / weights[name] if weights[name] else float("nan") for name in sums})
-    return running
+            self._sums[name] = self._sums.get(name, 0.0) + value * record.over
+            self._weights[name] = self._weights.get(name, 0.0) + record.over
+        return {name: total / self._weights[name] if self._weights[name] else nan for name, total in self._sums.items()}

@@ -242,10 +242,10 @@ class Result:
         evaluations = {evaluation.step: evaluation.metrics for evaluation in self.evaluations()}
         epochs = []
         steps = [record for record in self.metrics() if record.step <= self.summary["steps"]]
-        for epoch, records in groupby(steps, lambda record: (record.step - 1) // job.steps_per_epoch):
-            last_step = min((epoch + 1) * job.steps_per_epoch, job.total_steps)
-            scores = evaluations.get(last_step, {})
-            epochs.append(means(list(records)) | {f"val_{name}": value for name, value in scores.items()})
+        for _, records in groupby(steps, lambda record: (record.step - 1) // job.steps_per_epoch):
+            in_epoch = list(records)
+            scores = evaluations.get(in_epoch[-1].step, {})
+            epochs.append(means(in_epoch) | {f"val_{name}": value for name, value in scores.items()})
         return epochs
 
     @property

@@ -290,8 +290,8 @@ class Run:
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
-                        answer = self._answers.answer if self._answers is not None else lambda step: None
-                        train_single(job, self._stops, self._progress, evaluator.waiting, self._faults.train, answer)
+                        hooks = self._faults.train
+                        train_single(job, self._stops, self._progress, evaluator.waiting, hooks, self._answers)
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(

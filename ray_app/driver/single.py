@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST, accelerator
+from ray_app.driver.interventions import Answers
 from ray_app.errors import ConfigError
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.environment import restore_process_state
@@ -26,12 +28,12 @@ from ray_app.watch.terminal import RunConsole, SafeConsole
 
 
 def train_in_process(
-    job: Job, membership: SingleProcessMembership, hooks: Hooks, ask: Callable[[int], object] = lambda step: None
+    job: Job, membership: SingleProcessMembership, hooks: Hooks, answers: Answers | None = None
 ) -> None:
     """Trains in this process; blocks until the run ends or is to stop. An error ends the run, without a retry.
 
     Args:
-        ask: See `WorkerContext`.
+        answers: Lets code intervene between two epochs.
     """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation if job.workers_evaluate else None
@@ -39,7 +41,10 @@ def train_in_process(
     read_cache = (lambda: load_all(fetch_in_process, job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
-        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load, ask=ask))
+        context = WorkerContext(job, membership, windows, device, hooks, load_evaluation=load)
+        if answers is not None:
+            context = replace(context, ask=answers.answer, at_batch=lambda: answers.at_batch(membership.newest))
+        train(context)
 
 
 _CHECK_S = 0.25
@@ -76,14 +81,14 @@ def train_single(
     console: SafeConsole,
     waiting: Callable[[], list[Commit]],
     hooks: Hooks,
-    ask: Callable[[int], object],
+    answers: Answers | None,
 ) -> None:
     """Trains in this thread and shows progress in another, as plain lines, which leave the terminal to a debugger.
 
     Args:
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
         waiting: Returns the checkpoints that wait for the evaluator.
-        ask: See `WorkerContext`.
+        answers: Lets code intervene between two epochs; None: nothing does.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
     plain_console = console.as_plain()
@@ -102,7 +107,7 @@ def train_single(
     watcher = threading.Thread(target=watch, name="console", daemon=True)
     watcher.start()
     try:
-        train_in_process(job, membership, hooks, ask)
+        train_in_process(job, membership, hooks, answers)
     finally:
         ended.set()
         watcher.join()

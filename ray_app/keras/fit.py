@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import fspath
-from typing import Any
+from typing import Any, cast
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
@@ -22,9 +23,17 @@ from ray_app.data.dataset import open_dataset
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
-from ray_app.driver.run import run_training
-from ray_app.errors import ConfigError, RunExistsError
-from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
+from ray_app.driver.run import Faults, open_run
+from ray_app.errors import ConfigError, NonFiniteError, RunExistsError
+from ray_app.keras.inputs import (
+    FitColumns,
+    fill_columns,
+    first_rows,
+    is_path,
+    split_arrays,
+    store_arrays,
+    store_program,
+)
 from ray_app.keras.strategies import Strategy, strategy_of
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
@@ -38,12 +47,17 @@ from ray_app.task.keras.callbacks import (
     monitored_fields,
     running_callbacks,
 )
+from ray_app.task.keras.module import KerasModule
+from ray_app.task.keras.program import hold
 from ray_app.task.keras.task import Columns, KerasTask
 from ray_app.train.interventions import read_logs
+from ray_app.train.job import Hooks
+from ray_app.watch.observers import Observer
 
 logger = logging.getLogger(__name__)
 
 _TASK = "ray_app.task.keras.KerasTask"
+_LINES = "ray_app.keras.fit.EpochLines"
 _BATCH_SIZE = 32
 """Keras' default."""
 _WORKERS = "scaling.max_workers"
@@ -116,14 +130,17 @@ def fit(
             has written.
         y: The targets in the same forms; with a path None.
         batch_size: Rows of a step over all workers; by default 32.
-        verbose: 0 shows nothing.
-        callbacks: Callbacks of Keras. What has a counterpart in a run is mapped, and a line says to what; what has none
-            is refused.
+        verbose: 0 shows nothing, 2 a line for each epoch, 1 and `auto` also the progress within it.
+        callbacks: Callbacks of Keras, also ones of your own. They run in this process between two epochs, while all
+            workers wait. What they change then (`stop_training`, the learning rate, weights) takes effect before the
+            next step, is recorded, and is repeated by a resume. The methods for batches are called at the end of the
+            epoch.
         validation_split: The fraction of the arrays, their last rows, that become validation data.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, or the path of a data set.
         shuffle: True: rows are shuffled in each epoch, which cannot be switched off.
         class_weight: The weight of each class in training.
         sample_weight: The weight of each row; with a path the name of the column.
+        initial_epoch: The number of the first epoch: one of the run with `name`, which continues, or of a new run.
         steps_per_epoch: Steps of an epoch; the next one continues with the rows after these.
         validation_batch_size: Rows of one forward pass of an evaluation; by default `batch_size`.
         validation_freq: Epochs between two evaluations.
@@ -158,6 +175,9 @@ def fit(
     more = dict(fields or {})
     storage_path = more.get("run.storage_path", RunSection.storage_path)
     running, lines = running_callbacks(callbacks)
+    given = model if isinstance(model, library.import_keras().Model) else None
+    if given is not None and not is_path(x):
+        library.build_symbolically(given, first_rows((x, y, sample_weight)))
     name = name or _resumable_name(backup_name(callbacks), storage_path)
     columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
@@ -187,23 +207,54 @@ def fit(
         **({} if name is None else {"run.name": name}),
     }
     settings |= (untracked := _untracked_fields(more))
+    if verbose != 0:
+        lines_of_epochs = {"epochs": epochs, "first_epoch": first_epoch, "validates": "data.eval_path" in settings}
+        more["observers"] = [*more.get("observers", []), {"class_path": _LINES, "init_args": lines_of_epochs}]
     if "data.eval_path" in settings:
         settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
         settings |= monitored_fields(running)
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
     _refuse_other_arrays(config, before)
-    console = TextConsole(file=StringIO()) if verbose == 0 else TextConsole()
+    console = TextConsole(file=StringIO()) if verbose in (0, 2) else TextConsole()
     for text in [*lines, *([_UNTRACKED] if untracked else [])]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    given = model if isinstance(model, library.import_keras().Model) else None
-    intervene = CallbackRunner(running, given, first_epoch) if running else None
-    result = run_training(config, console, intervene=intervene)
+    runner = CallbackRunner(running, given, first_epoch) if running else None
+    result, ended = _train(config, console, runner, given)
     trained = result.keras_model("newest")
     if given is not None:
         copy_weights(trained, given)
     steps = stored_job(RunPaths(result.path)).steps_per_epoch
     params = {"verbose": verbose, "epochs": epochs, "steps": steps}
-    return _make_history(result, initial_epoch, first_epoch, params, trained if given is None else given)
+    model = trained if given is None else given
+    if ended is not None:
+        return History(ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, model, result)
+    return _make_history(result, initial_epoch, first_epoch, params, model)
+
+
+def _train(
+    config: Config, console: TextConsole, runner: CallbackRunner | None, given: Any
+) -> tuple[Result, dict[str, list[float]] | None]:
+    """Trains a run.
+
+    Args:
+        runner: The callbacks; None if there are none.
+        given: The model of the user, which has every change of the weights if this process trains; None for a function.
+
+    Returns:
+        The run, and the values of its epochs if `TerminateOnNaN` has ended it.
+    """
+    with ExitStack() as stack:
+        hooks = Hooks()
+        if given is not None and not config.train.strategy_traits.has_workers:
+            stack.enter_context(hold(config.task.init_args["model"]["init_args"]["sha256"], given))
+            hooks = Hooks(built=lambda module: stack.callback(cast(KerasModule, module).lend(given)))
+        with open_run(config, console, Faults(hooks), intervene=runner) as run:
+            try:
+                return run.run(), None
+            except NonFiniteError:
+                if runner is None or (history := runner.end_at_nan()) is None:
+                    raise
+                return Result(run.job.paths.root, read_json(run.job.paths.summary), run.job.task), history
 
 
 def _resumable_name(name: str | None, storage_path: str) -> str | None:
@@ -218,6 +269,42 @@ def _resumable_name(name: str | None, storage_path: str) -> str | None:
         number += 1
         numbered = f"{name}-{number}"
     return numbered
+
+
+class EpochLines(Observer):
+    """Prints a line for each epoch, as Keras does.
+
+    Args:
+        epochs: Number of the last epoch.
+        first_epoch: Number of the first epoch of the run, from 0.
+        validates: Whether epochs are evaluated; a line waits for the evaluation then.
+    """
+
+    def __init__(self, epochs: int, first_epoch: int, validates: bool) -> None:
+        self._epochs, self._first_epoch, self._validates = epochs, first_epoch, validates
+        self._waiting: dict[int, str] = {}
+
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Prints the line of an epoch, or keeps it until the evaluation has come."""
+        number = self._first_epoch + epoch + 1
+        self._waiting[step] = f"Epoch {number}/{self._epochs} - {seconds:.1f}s{_format_values(metrics)}"
+        if not self._validates:
+            self.evaluated(step, {})
+
+    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints the line of the epoch that ends with a step, and of earlier ones that were not evaluated."""
+        for earlier in sorted(number for number in self._waiting if number <= step):
+            scores = {f"val_{name}": value for name, value in metrics.items()} if earlier == step else {}
+            print(f"{self._waiting.pop(earlier)}{_format_values(scores)}", flush=True)
+
+    def ended(self, status: str, summary: dict[str, Any]) -> None:
+        """Prints the lines of epochs without an evaluation."""
+        del status, summary
+        self.evaluated(max(self._waiting, default=0), {})
+
+
+def _format_values(values: Mapping[str, float]) -> str:
+    return "".join(f" - {name}: {value:.4f}" for name, value in sorted(values.items()))
 
 
 def _untracked_fields(fields: Mapping[str, Any]) -> Fields:

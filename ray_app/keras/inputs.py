@@ -32,6 +32,8 @@ SHARED_FOLDER = "fit-inputs"
 """The folder below `run.storage_path` with the arrays and models that `fit` hands to workers."""
 _DIGEST_BYTES = 10
 _LOAD_SAVED, _LOAD_STORED = "ray_app.task.keras.program.load_saved", "ray_app.task.keras.program.load_stored"
+_FIRST_ROWS = 2
+"""Number of rows with which Keras makes the weights of a model."""
 _SUFFIX = ".keras"
 _ADVICE = "Or give fit a function that returns the compiled model, in a module that workers can import."
 
@@ -67,6 +69,20 @@ class FitColumns:
         if sample_weight is None:
             sample_weight = np.ones(len(next(iter(columns.values()))), np.float32)
         return columns | fill_columns(self.sample_weight, sample_weight, "sample_weight")
+
+
+def first_rows(arrays: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns the first rows of x, y and sample_weight as Keras takes them; None if these are no arrays."""
+    keras = library.import_keras()
+
+    def cut(values: Any) -> Any:
+        column = _to_column(values, "x")[:_FIRST_ROWS]
+        return keras.ops.convert_to_tensor(column)
+
+    try:
+        return tuple(None if values is None else keras.tree.map_structure(cut, values) for values in arrays)
+    except ConfigError:
+        return None
 
 
 def store_arrays(storage_path: str, arrays: Arrays) -> str:

@@ -19,13 +19,16 @@ class EpochEnd:
 
     Args:
         step: Number of finished steps; 0 before the first epoch.
-        epoch: Number of finished epochs.
+        epoch: Number of finished epochs, of which the last one may have ended early.
         epochs: Number of epochs of the run.
         steps_per_epoch: Steps of an epoch.
         lr: The learning rate of the last step, or the first one.
-        batches: For each step of the last epoch the means of loss and metrics from the beginning of the epoch on.
+        batches: For each step of the last epoch the means of loss and metrics from the beginning of the epoch on; empty
+            where `at_batch` was called after each step.
         logs: The means over the last epoch.
         scores: The evaluation of this step by the names of the metrics; None if none is planned here.
+        eval_batches: Number of batches of an evaluation.
+        is_live: Whether the calling process trains, so that `Intervener.at_batch` is called.
         parameters: Parameters and persistent buffers of the model by name.
         build_model: Builds the model of the run, with other parameters.
         before: The newest intervention of an earlier process, at the first call in this one; None if there is none.
@@ -39,6 +42,8 @@ class EpochEnd:
     batches: Sequence[Mapping[str, float]]
     logs: Mapping[str, float]
     scores: Mapping[str, float] | None
+    eval_batches: int
+    is_live: bool
     parameters: Mapping[str, Tensor]
     build_model: Callable[[], nn.Module]
     before: Intervention | None = None
@@ -75,3 +80,11 @@ class Intervener(Protocol):
 
     def __call__(self, end: EpochEnd) -> Intervention:
         """Returns the change; an exception ends the run."""
+
+    def at_batch(self, number: int, logs: Mapping[str, float]) -> bool:
+        """Is called after each step of a run that trains in the calling process; returns whether the epoch ends there.
+
+        Args:
+            number: Number of the step in its epoch, from 0.
+            logs: The means from the beginning of the epoch on.
+        """

@@ -28,6 +28,8 @@ class WorkerContext:
             checkpoint.
         ask: Called in rank 0 when the question of a step is on storage (`put_question`), with `job.is_intervened`. The
             driver may answer during the call or later.
+        at_batch: Called after each step if this process is the driver's; returns whether the epoch ends there, which is
+            then its last one.
     """
 
     job: Job
@@ -38,3 +40,4 @@ class WorkerContext:
     sender: SnapshotSender | None = None
     load_evaluation: Callable[[], Arrays] | None = None
     ask: Callable[[int], object] = lambda step: None
+    at_batch: Callable[[], bool] | None = None

@@ -64,7 +64,7 @@ class Job:
     best_mode: str
     evaluation: RowSource | None = None
     initial: str | None = None
-    is_intervened: bool = True
+    is_intervened: bool = False
 
     @property
     def paths(self) -> RunPaths:

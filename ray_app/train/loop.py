@@ -22,6 +22,7 @@ from ray_app.plan.order import Cursor
 from ray_app.reduction.messages import gather
 from ray_app.reduction.peer_errors import translate_peer_errors
 from ray_app.reduction.world import World
+from ray_app.retry import Retry
 from ray_app.runlog.journal import put_event
 from ray_app.storage.files import poll_interval_s, put_atomic
 from ray_app.task import environment
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _POLLS_PER_INTERVAL = 10
 """Number of times that an answer is looked for while other files are looked for once: all workers wait for it."""
+_RETRY = Retry(1.0, factor=1.0, deadline_s=600.0)
 _MAX_BROKEN_GENERATIONS = 10
 """Number of generations that may break in a row without a finished step.
 
@@ -75,7 +77,7 @@ class _Worker:
         job, device = context.job, context.device
         self._job, self._device = job, device
         membership = self._membership = context.membership
-        self._hooks, self._ask = context.hooks, context.ask
+        self._hooks, self._ask, self._at_batch = context.hooks, context.ask, context.at_batch
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
@@ -286,7 +288,7 @@ class _Worker:
                 if state.step < self._finished_steps:
                     self._call_after_step(world)
                     continue
-                if self._intervene(world):
+                if self._intervene(world, self._at_batch is not None and self._at_batch()):
                     result = result._replace(flags=result.flags | Flags.STOP)
                 self._save_if_due(cursor, result)
                 self._call_after_step(world)
@@ -329,21 +331,26 @@ class _Worker:
         if self._hooks.after_step is not None:
             self._hooks.after_step(world.rank, self._finished_steps)
 
-    def _evaluate(self, world: World) -> None:
+    def _evaluate(self, world: World, is_due: bool = False) -> None:
         """Evaluates the state if the workers evaluate and a checkpoint is planned at its step; a collective.
 
-        The initial state has no checkpoint and is not evaluated.
+        The initial state has no checkpoint and is not evaluated. `is_due` says that another step is evaluated, too.
         """
-        if self._validation is None or not self._state.step or not self._job.is_checkpoint_due(self._state.step):
+        is_due = is_due or self._job.is_checkpoint_due(self._state.step)
+        if self._validation is None or not self._state.step or not is_due:
             return
         self._enter("evaluate")
         self._validation.run(world)
         self._step_log.skip_time()
 
-    def _intervene(self, world: World) -> bool:
+    def _intervene(self, world: World, ends_epoch: bool = False) -> bool:
         """Lets the driver intervene at the start of the run or the end of an epoch; a collective then.
 
         The checkpoint of the step is made afterwards, so that it has what the driver has changed.
+
+        Args:
+            world: The workers of the generation.
+            ends_epoch: Whether the epoch ends before its last step.
 
         Returns:
             Whether training is over.
@@ -352,9 +359,9 @@ class _Worker:
             PeerLostError: A peer left meanwhile.
         """
         job, state = self._job, self._state
-        if not job.is_intervened or (state.step % job.steps_per_epoch and state.step != job.total_steps):
+        if not job.is_intervened or (state.step % job.steps_per_epoch and not ends_epoch):
             return False
-        self._evaluate(world)
+        self._evaluate(world, ends_epoch)
         self._enter("evaluate")
         change = gather(self._answered() if world.rank == 0 else None, world)[0]
         assert change is not None
@@ -367,8 +374,13 @@ class _Worker:
         paths, step = self._job.paths, self._state.step
         if (change := read_intervention(paths, step)) is not None:
             return change
-        self._step_log.flush()
-        put_question(paths, step, self._state.master.state_dict())
+        parameters = self._state.master.state_dict()
+        _RETRY.call(
+            lambda: (self._step_log.flush(), put_question(paths, step, parameters)),
+            OSError,
+            f"Writing the model of step {step} for callbacks",
+            lambda _: self._membership.report_progress(),
+        )
         self._ask(step)
         never = threading.Event()
         while (change := read_intervention(paths, step)) is None:

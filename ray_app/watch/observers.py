@@ -36,13 +36,14 @@ class Observer:
     def begun(self, run: str) -> None:
         """Is called when a start of the run begins, with the run's directory."""
 
-    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Is called when an epoch has ended.
 
         Args:
             epoch: Number of the epoch, from 0.
             step: Finished steps of the run.
             metrics: `loss` and the task's own metrics, means over the epoch's training steps (of this start).
+            seconds: The time of these steps.
         """
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
@@ -123,7 +124,9 @@ class Observers:
         self._epoch.append(record)
         if record.step % self._job.steps_per_epoch == 0:
             epoch, self._epoch = self._epoch, []
-            self._notify("epoch_ended", record.step // self._job.steps_per_epoch - 1, record.step, means(epoch))
+            seconds = sum(step.step_ms for step in epoch) / 1e3
+            number = record.step // self._job.steps_per_epoch - 1
+            self._notify("epoch_ended", number, record.step, means(epoch), seconds)
 
     def _process_event(self, event: Event) -> None:
         details = event.details
@@ -173,9 +176,9 @@ class Webhook(Observer):
         """Stores the name of the run for the lines."""
         self.run = run.rstrip("/").rpartition("/")[2]
 
-    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Posts the metrics of the epoch."""
-        del step
+        del step, seconds
         self.post(f"epoch {epoch + 1}, {', '.join(f'{name} {value:.4f}' for name, value in metrics.items())}")
 
     def failed(self, reason: str) -> None:

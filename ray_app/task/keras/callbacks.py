@@ -7,7 +7,8 @@ effect on all workers before the next step. A few callbacks do what every run do
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ _VALIDATION = "val_"
 _OF_A_RUN = {
     "BackupAndRestore": "another call with the same name continues the run, by default the name of backup_dir",
     "ProgbarLogger": "a run shows its progress",
-    "TerminateOnNaN": "every run ends with an error at a loss that is not a number, with the weights before it",
 }
 """Callbacks that do what every run does, and how it does that."""
 _REFUSED = {
@@ -96,6 +96,7 @@ class CallbackRunner:
         keras = library.import_keras()
         self._history = keras.callbacks.History()
         self._list: Any = None
+        self._epoch, self._batch = first_epoch, 0
         self._module: KerasModule | None = None
 
     def __call__(self, end: EpochEnd) -> Intervention:
@@ -118,12 +119,15 @@ class CallbackRunner:
         if self._list is None:
             self._begin(model, end)
         before = model.get_weights()
-        epoch = self._first_epoch + end.epoch - 1
+        epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
         if end.step:
-            self._replay_batches(model, end, epoch)
+            self._replay_batches(end.batches)
             if end.scores is not None:
                 self._list.on_test_begin()
+                for number in range(end.eval_batches):
+                    self._list.on_test_batch_begin(number)
+                    self._list.on_test_batch_end(number, dict(end.scores))
                 self._list.on_test_end(dict(end.scores))
             scores = {f"{_VALIDATION}{name}": value for name, value in (end.scores or {}).items()}
             logs = {**end.logs, **scores}
@@ -132,7 +136,10 @@ class CallbackRunner:
         if end.is_last or stops:
             self._list.on_train_end(logs)
         else:
+            self._epoch, self._batch = epoch + 1, 0
             self._list.on_epoch_begin(epoch + 1)
+            if end.is_live:
+                self._list.on_train_batch_begin(0)
         parameters = None
         if model is not trained:
             trained.set_weights(model.get_weights())
@@ -143,6 +150,34 @@ class CallbackRunner:
         more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
         new_rate = library.current_rate(model)
         return Intervention(stops, new_rate if new_rate != rate else None, parameters, more, state, arrays)
+
+    def at_batch(self, number: int, logs: Mapping[str, float]) -> bool:
+        """Calls the callbacks after a step, see `Intervener`."""
+        model = self._list.model
+        with self._refusing_changes(number, may_stop=True):
+            self._list.on_train_batch_end(number, dict(logs))
+            if not model.stop_training and number + 1 < self._list.params["steps"]:
+                self._list.on_train_batch_begin(number + 1)
+        self._batch = number + 1
+        return bool(model.stop_training)
+
+    def end_at_nan(self) -> dict[str, list[float]] | None:
+        """Ends training for the callbacks if one of them ends it at a loss that is not a number.
+
+        Returns:
+            The values of the epochs by name; None if no callback does.
+
+        Raises:
+            RuntimeError: The callback raises it.
+        """
+        keras = library.import_keras()
+        if self._list is None or not any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in self._callbacks):
+            return None
+        logs = {"loss": float("nan")}
+        self._list.on_train_batch_end(self._batch, logs)
+        self._list.on_epoch_end(self._epoch, logs)
+        self._list.on_train_end(logs)
+        return dict(self._history.history)
 
     def _begin(self, model: Any, end: EpochEnd) -> None:
         """Begins training for the callbacks; those of an interrupted run go on as they were."""
@@ -166,32 +201,38 @@ class CallbackRunner:
         elif not _are_equal(before, model.get_weights()) and end.step:
             model.set_weights(before)
 
-    def _replay_batches(self, model: Any, end: EpochEnd, epoch: int) -> None:
-        """Calls the callbacks of each step of the epoch; they may look, but not change anything.
+    def _replay_batches(self, batches: Sequence[Mapping[str, float]]) -> None:
+        """Calls the callbacks of each step of the epoch that has ended."""
+        if not self._batch_callbacks():
+            return
+        with self._refusing_changes(None):
+            for number, values in enumerate(batches):
+                self._list.on_train_batch_begin(number)
+                self._list.on_train_batch_end(number, dict(values))
 
-        Raises:
-            ConfigError: One has changed something.
-        """
-        keras = library.import_keras()
-        base = keras.callbacks.Callback
-        names = [
+    def _batch_callbacks(self) -> list[str]:
+        """Returns the names of the callbacks that are called for each batch."""
+        base = library.import_keras().callbacks.Callback
+        return [
             type(callback).__name__
             for callback in self._callbacks
             if any(getattr(type(callback), method) is not getattr(base, method) for method in _BATCH_METHODS)
         ]
-        if not names:
-            return
-        before, rate = model.get_weights(), library.current_rate(model)
-        for number, values in enumerate(end.batches):
-            self._list.on_train_batch_begin(number)
-            self._list.on_train_batch_end(number, dict(values))
-            is_changed = model.stop_training or rate != library.current_rate(model)
-            if is_changed or not _are_equal(before, model.get_weights()):
-                raise ConfigError(
-                    f"{' or '.join(names)} has changed the training after batch {number} of epoch {epoch + 1}"
-                    " (stop_training, the learning rate or weights). The workers make the steps of an epoch without"
-                    " waiting for callbacks: change these in on_epoch_end, or use a schedule for the learning rate."
-                )
+
+    @contextmanager
+    def _refusing_changes(self, number: int | None, may_stop: bool = False) -> Iterator[None]:
+        """Raises ConfigError if callbacks change the training in a block, where other workers would not notice it."""
+        model = self._list.model
+        before = library.current_rate(model), library.weight_versions(model)
+        yield
+        after = library.current_rate(model), library.weight_versions(model)
+        if before != after or (model.stop_training and not may_stop):
+            at = f"after batch {number} of" if number is not None else "after a batch of"
+            raise ConfigError(
+                f"{' or '.join(self._batch_callbacks())} has changed weights, the learning rate or stop_training {at} epoch"
+                f" {self._epoch + 1}. Workers make the steps of an epoch without waiting for callbacks."
+                " Change these in on_epoch_end, or use a schedule for the learning rate."
+            )
 
 
 def copy_weights(trained: Any, model: Any) -> None:

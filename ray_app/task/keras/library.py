@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -323,6 +324,11 @@ def current_rate(program: Any) -> float | None:
     return float(optimizer.learning_rate) if is_set else None
 
 
+def weight_versions(program: Any) -> list[int]:
+    """Returns a number for each weight of a model, which changes whenever the weight is written."""
+    return [tensor_of(variable)._version for variable in program.weights]
+
+
 def begin_epoch(program: Any, rate: float, steps: int) -> None:
     """Gives a model's optimizer the learning rate of a run, unless it has a schedule, and the number of its steps."""
     if current_rate(program) is not None:
@@ -361,12 +367,22 @@ def dump_program(program: Any) -> bytes:
     return file.getvalue()
 
 
-def load_program(data: bytes) -> Any:
-    """Returns the model that `dump_program` has written; this runs the code in it."""
+def dump_shared(program: Any) -> tuple[bytes, list[Any]]:
+    """Returns a model for copies in this process, which share its functions and classes, and all that has no copies."""
+    file, shared = io.BytesIO(), list[Any]()
+    _SharingPickler(file, shared).dump(program)
+    return file.getvalue(), shared
+
+
+def load_program(data: bytes, shared: list[Any] | None = None) -> Any:
+    """Returns the model that `dump_program` or `dump_shared` has written; this runs the code in it."""
     import_keras()
     from keras.src.ops.function import Function, map_graph
 
-    program = pickle.loads(data)
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    if shared is not None:
+        unpickler.persistent_load = shared.__getitem__
+    program = unpickler.load()
     for graph in program._flatten_layers():
         if isinstance(graph, Function):
             # The names of the nodes contain the addresses of the layers.
@@ -399,6 +415,41 @@ class _ProgramPickler(cloudpickle.CloudPickler):
         if isinstance(obj, KerasSaveable):
             return _reduce(obj, dict(vars(obj)), _update)
         return super().reducer_override(obj)
+
+
+_WITHOUT_COPIES = (type, FunctionType, ModuleType, GeneratorType, io.IOBase, type(threading.Lock()))
+"""Types of objects that copies of a model in one process share."""
+
+
+class _SharingPickler(_ProgramPickler):
+    """Pickles a model for this process; `shared` gets the objects that have no copies."""
+
+    def __init__(self, file: io.BytesIO, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Returns the place of an object in `shared`, see `pickle.Pickler`."""
+        is_shared = isinstance(obj, _WITHOUT_COPIES)
+        # A method of an object that is no part of the model, such as a test or an application.
+        is_foreign = isinstance(obj, MethodType) and not type(obj.__self__).__module__.startswith("keras.")
+        if not is_shared and not (is_foreign and not isinstance(obj.__self__, import_keras().layers.Layer)):
+            return None
+        self._shared.append(obj)
+        return len(self._shared) - 1
+
+
+def build_symbolically(program: Any, batch: Any) -> None:
+    """Lets Keras make the weights, metrics and losses of a model for a batch, as its own `fit` does."""
+    if batch is None or not program.compiled:
+        return
+    optimizer = program.optimizer
+    # The run has its own.
+    program.optimizer = None
+    try:
+        program._symbolic_build(data_batch=batch)
+    finally:
+        program.optimizer = optimizer
 
 
 def _reduce(obj: Any, state: Any, set_state: Callable[[Any, Any], None]) -> tuple[Any, ...]:

@@ -242,6 +242,28 @@ class KerasModule(nn.Module):
         self._bind()
         return self.program
 
+    def lend(self, program: Any) -> Callable[[], None]:
+        """Gives a model of the same layers the tensors that are registered now, so that it has every change of them.
+
+        Returns:
+            A function that gives the model its own tensors again, with the values of these.
+        """
+        tensors = {**self._parameters, **registered_buffers(self)}
+        variables = [variable for variable, _ in library.weights_of(program)]
+        before = [library.tensor_of(variable) for variable in variables]
+        for variable, slot in zip(variables, self._slots, strict=False):
+            tensor = tensors[slot.name]
+            assert tensor is not None
+            library.bind_tensor(variable, tensor)
+
+        def take_back() -> None:
+            with torch.no_grad():
+                for variable, tensor in zip(variables, before, strict=True):
+                    tensor.copy_(library.tensor_of(variable))
+                    library.bind_tensor(variable, tensor)
+
+        return take_back
+
     def trained_variables(self) -> dict[str, Any]:
         """Returns the variables that an optimizer trains, by the names of their parameters."""
         return {name: variable for name, variable in self._variables.items() if self.get_parameter(name).requires_grad}

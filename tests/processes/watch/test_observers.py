@@ -49,7 +49,7 @@ class Noted(Observer):
         put_event(RunPaths(Path(run)), "failed", 1, errors={0: "made up"}, left=1, number=1)
         self._note("begun", run)
 
-    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float]) -> None:
+    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:
         self._note("epoch", epoch, step, sorted(metrics))
 
     def evaluated(self, step: int, metrics: dict[str, float]) -> None:
