@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup train test test-rest test-again test-campaigns test-search test-all test-lowest test-newest versions lock lint notebooks docs picture pictures gpu dist sbom clean
+.PHONY: help setup train test test-rest test-again test-campaigns test-search test-keras test-all test-lowest test-newest versions lock lint notebooks docs picture pictures gpu dist sbom clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/:/' | column -t -s ':'
@@ -40,7 +40,11 @@ test-campaigns: $(INSTALLED) ## all other runs on real Ray: every drill, lost no
 test-search: $(INSTALLED) ## a thousand kills, 200,000 schedules, 100,000 damaged files, histories by the hundred: looks for what breaks a promise
 	$(PYTEST) -m search
 
-test-all: test test-rest test-campaigns test-search ## all tests
+test-keras: $(INSTALLED) ## Keras' own tests of fit and of callbacks, from its wheel, with fit replaced; a few of them with a worker, too
+	$(BIN)/python -m tests.support.keras_suite -n 2
+	$(BIN)/python -m tests.support.keras_suite --fit worker
+
+test-all: test test-rest test-campaigns test-search test-keras ## all tests
 
 test-lowest: ## tests/pure, the strategies and killed workers with the lowest versions that pyproject.toml allows
 test-newest: ## the same with the newest versions that exist
