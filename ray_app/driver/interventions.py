@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from math import nan
+
+from torch import Tensor
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.strategies import list_strategies
@@ -79,41 +82,52 @@ class Answers:
                     self._running.add(earlier)
         return self._intervene.at_batch(number, self._running.add(record))
 
+    def resume(self) -> None:
+        """Prepares the code that intervenes for a run that goes on in this process."""
+        if steps := intervened_steps(self._job.paths):
+            commits = CheckpointStore(self._job.paths).commits()
+            step = commits[-1].step if commits else 0
+            before = max((other for other in steps if other <= step), default=0)
+            self._intervene.resume(self._collect(step, {}, before))
+            self._is_first = False
+
     def answer(self, step: int) -> None:
         """Answers the question of a step; an exception of the code that intervenes ends the run."""
-        job = self._job
-        parameters = read_question(job.paths, step)
+        paths = self._job.paths
+        parameters = read_question(paths, step)
         if parameters is None:
             return
-        self._records |= {record.step: record for record in self._reader.first_records()}
-        every = job.steps_per_epoch
-        epoch = -(-step // every)
-        records = [self._records[number] for number in range((epoch - 1) * every + 1, step + 1) if step]
-        scores = next((e.metrics for e in read_scores(job.paths) if e.step == step), None)
-        earlier = [other for other in intervened_steps(job.paths) if other < step] if self._is_first else []
-        before = read_intervention(job.paths, earlier[-1]) if earlier else None
-        is_live = not job.config.train.strategy_traits.has_workers
-        change = self._intervene(
-            EpochEnd(
-                step,
-                epoch,
-                job.config.train.epochs,
-                every,
-                records[-1].lr if records else float(job.config.optimizer.init_args.get("lr", 0.0)),
-                [] if is_live else list(map(_RunningMeans().add, records)),
-                means(records) if records else {},
-                scores,
-                -(-job.evaluation.manifest.num_rows // job.config.evaluate.batch_size) if job.evaluation else 0,
-                is_live,
-                parameters,
-                job.task.build_model,
-                before,
-            )
-        )
+        earlier = [other for other in intervened_steps(paths) if other < step] if self._is_first else []
+        change = self._intervene(self._collect(step, parameters, earlier[-1] if earlier else None))
         self._is_first, self._running = False, None
         self._records = {number: record for number, record in self._records.items() if number > step}
-        commits = CheckpointStore(job.paths).commits()
-        put_intervention(job.paths, step, change, min((commit.step for commit in commits), default=0))
+        commits = CheckpointStore(paths).commits()
+        put_intervention(paths, step, change, min((commit.step for commit in commits), default=0))
+
+    def _collect(self, step: int, parameters: Mapping[str, Tensor], before: int | None) -> EpochEnd:
+        """Returns what is known of the epoch that ends with a step; `before` is the step of `EpochEnd.before`."""
+        job, every = self._job, self._job.steps_per_epoch
+        self._records |= {record.step: record for record in self._reader.first_records()}
+        epoch = -(-step // every)
+        records = [self._records[number] for number in range((epoch - 1) * every + 1, step + 1) if step]
+        is_live = not job.config.train.strategy_traits.has_workers
+        return EpochEnd(
+            step=step,
+            epoch=epoch,
+            epochs=job.config.train.epochs,
+            steps_per_epoch=every,
+            lr=records[-1].lr if records else float(job.config.optimizer.init_args.get("lr", 0.0)),
+            batches=[] if is_live else list(map(_RunningMeans().add, records)),
+            logs=means(records) if records else {},
+            scores=next((e.metrics for e in read_scores(job.paths) if e.step == step), None),
+            eval_batches=-(-job.evaluation.manifest.num_rows // job.config.evaluate.batch_size)
+            if job.evaluation
+            else 0,
+            is_live=is_live,
+            parameters=parameters,
+            build_model=job.task.build_model,
+            before=read_intervention(job.paths, before) if before is not None else None,
+        )
 
 
 class _RunningMeans:

@@ -107,6 +107,8 @@ def train_single(
     watcher = threading.Thread(target=watch, name="console", daemon=True)
     watcher.start()
     try:
+        if answers is not None:
+            answers.resume()
         train_in_process(job, membership, hooks, answers)
     finally:
         ended.set()

@@ -45,6 +45,7 @@ from ray_app.task.keras.callbacks import (
     backup_name,
     copy_weights,
     monitored_fields,
+    refuse_batch_saves,
     running_callbacks,
 )
 from ray_app.task.keras.module import KerasModule
@@ -172,9 +173,16 @@ def fit(
             and validation_data is not None,
         }
     )
+    config = library.import_keras().config
+    epochs = min(epochs, config.max_epochs() or epochs)
+    steps_per_epoch = min(filter(None, (steps_per_epoch, config.max_steps_per_epoch())), default=None)
     more = dict(fields or {})
+    workers_fields = _worker_fields(strategy_of(model), workers)
+    has_workers = more.get("train.strategy", workers_fields["train.strategy"]) != "single"
     storage_path = more.get("run.storage_path", RunSection.storage_path)
     running, lines = running_callbacks(callbacks)
+    if has_workers:
+        refuse_batch_saves(running)
     given = model if isinstance(model, library.import_keras().Model) else None
     if given is not None and not is_path(x):
         library.build_symbolically(given, first_rows((x, y, sample_weight)))
@@ -190,7 +198,7 @@ def fit(
             " initial_epoch out."
         )
     init_args = {
-        "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier),
+        "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier, has_workers),
         "class_weight": None if class_weight is None else _read_class_weight(class_weight),
         **asdict(columns),
     }
@@ -203,7 +211,7 @@ def fit(
         "train.steps_per_epoch": steps_per_epoch,
         "checkpoint.every_epochs": validation_freq,
         "evaluate.batch_size": rows if validation_batch_size is None else validation_batch_size,
-        **_worker_fields(strategy_of(model), workers),
+        **workers_fields,
         **({} if name is None else {"run.name": name}),
     }
     settings |= (untracked := _untracked_fields(more))
@@ -220,15 +228,14 @@ def fit(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     runner = CallbackRunner(running, given, first_epoch) if running else None
     result, ended = _train(config, console, runner, given)
+    steps = stored_job(RunPaths(result.path)).steps_per_epoch
+    params = {"verbose": verbose, "epochs": epochs, "steps": steps}
+    if ended is not None:
+        return History(ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, given, result)
     trained = result.keras_model("newest")
     if given is not None:
         copy_weights(trained, given)
-    steps = stored_job(RunPaths(result.path)).steps_per_epoch
-    params = {"verbose": verbose, "epochs": epochs, "steps": steps}
-    model = trained if given is None else given
-    if ended is not None:
-        return History(ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, model, result)
-    return _make_history(result, initial_epoch, first_epoch, params, model)
+    return _make_history(result, initial_epoch, first_epoch, params, trained if given is None else given)
 
 
 def _train(
@@ -246,7 +253,8 @@ def _train(
     with ExitStack() as stack:
         hooks = Hooks()
         if given is not None and not config.train.strategy_traits.has_workers:
-            stack.enter_context(hold(config.task.init_args["model"]["init_args"]["sha256"], given))
+            stored = config.task.init_args["model"]["init_args"]
+            stack.enter_context(hold(stored["path"], stored["sha256"], given))
             hooks = Hooks(built=lambda module: stack.callback(cast(KerasModule, module).lend(given)))
         with open_run(config, console, Faults(hooks), intervene=runner) as run:
             try:

@@ -169,10 +169,11 @@ def is_path(x: Any) -> bool:
     return isinstance(x, str | PathLike)
 
 
-def store_program(model: Any, storage_path: str, seed: int, before: Any = None) -> str | Spec:
+def store_program(model: Any, storage_path: str, seed: int, before: Any = None, has_workers: bool = True) -> str | Spec:
     """Returns a model as a task names it: its import path, or a file with the model by value.
 
     Args:
+        has_workers: Whether other processes train, so that the model has to travel.
         before: The model as the task of an existing run names it. A run keeps its first weights, so a model that
             differs from that in its weights alone is named like it.
 
@@ -197,7 +198,7 @@ def store_program(model: Any, storage_path: str, seed: int, before: Any = None) 
             torch.manual_seed(seed)
             with library.program_session(None):
                 model = model()
-    arguments = _store_model(model, storage_path)
+    arguments = _store_model(model, storage_path, has_workers)
     earlier = before.get("init_args", {}) if isinstance(before, Mapping) else {}
     return {
         "class_path": _LOAD_STORED,
@@ -214,8 +215,10 @@ def _import_path(function: Callable[[], Any]) -> str | None:
         return None
 
 
-def _store_model(model: Any, storage_path: str) -> dict[str, Any]:
+def _store_model(model: Any, storage_path: str, has_workers: bool) -> dict[str, Any]:
     """Writes a compiled model by value to a file; returns the arguments of `load_stored`.
+
+    Without workers a model that cannot be pickled is named by its structure, and only this process has it.
 
     Raises:
         ConfigError: It cannot be pickled.
@@ -227,6 +230,9 @@ def _store_model(model: Any, storage_path: str) -> dict[str, Any]:
     try:
         data = _dump_with_modules(model)
     except Exception as error:
+        if not has_workers:
+            structure = library.structure_digest(model)
+            return {"path": "", "sha256": structure, "structure": structure}
         raise ConfigError(
             f"The model {model.name!r} cannot travel to workers: {type(error).__name__}: {error}\n{_ADVICE}"
         ) from error

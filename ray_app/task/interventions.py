@@ -81,6 +81,9 @@ class Intervener(Protocol):
     def __call__(self, end: EpochEnd) -> Intervention:
         """Returns the change; an exception ends the run."""
 
+    def resume(self, end: EpochEnd) -> None:
+        """Is called before the steps of a run that goes on within an epoch in the calling process."""
+
     def at_batch(self, number: int, logs: Mapping[str, float]) -> bool:
         """Is called after each step of a run that trains in the calling process; returns whether the epoch ends there.
 

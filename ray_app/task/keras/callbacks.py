@@ -52,16 +52,26 @@ def running_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
             raise ConfigError(f"callbacks has a {name}; each must be a keras.callbacks.Callback.")
         if is_of_keras and name in _REFUSED:
             raise ConfigError(f"{name} has no counterpart in a run. {_REFUSED[name]}")
-        if isinstance(getattr(callback, "save_freq", None), int) and is_of_keras and name == "ModelCheckpoint":
-            raise ConfigError(
-                f"ModelCheckpoint has save_freq={callback.save_freq}, and callbacks run between two epochs. Leave it"
-                f' out; with fields={{"checkpoint.every_steps": {callback.save_freq}}} the run keeps checkpoints.'
-            )
         if is_of_keras and name in _OF_A_RUN:
             lines.append(f"{name}: {_OF_A_RUN[name]}")
-        else:
+        if is_of_keras and name == "BackupAndRestore":
+            # It would load weights into the model alone, and delete what it has saved.
+            callback.on_train_begin = lambda logs=None: None
+        if name != "ProgbarLogger":
             running.append(_EventFiles.of(callback) if is_of_keras and name == "TensorBoard" else callback)
     return running, lines
+
+
+def refuse_batch_saves(callbacks: Sequence[Any]) -> None:
+    """Raises ConfigError for a callback that saves the model after some batches, which only workers have then."""
+    keras = library.import_keras()
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and isinstance(callback.save_freq, int):
+            raise ConfigError(
+                f"ModelCheckpoint has save_freq={callback.save_freq}, and with workers callbacks run between two epochs"
+                f' only. Leave it out; with fields={{"checkpoint.every_steps": {callback.save_freq}}} the run keeps'
+                " checkpoints."
+            )
 
 
 def backup_name(callbacks: Any) -> str | None:
@@ -98,27 +108,42 @@ class CallbackRunner:
         self._list: Any = None
         self._epoch, self._batch = first_epoch, 0
         self._module: KerasModule | None = None
+        self._before: list[Any] = []
 
     def __call__(self, end: EpochEnd) -> Intervention:
         """Calls the callbacks; see `Intervener`."""
         with torch.random.fork_rng(devices=[]), library.device_scope(HOST):
             return self._call(end)
 
-    def _call(self, end: EpochEnd) -> Intervention:
+    def resume(self, end: EpochEnd) -> None:
+        """Begins training for the callbacks within an epoch, see `Intervener`."""
+        self._bring(end)
+        epoch, self._batch = divmod(end.step, end.steps_per_epoch)
+        self._epoch = self._first_epoch + epoch
+        self._list.on_train_batch_begin(self._batch)
+
+    def _bring(self, end: EpochEnd) -> tuple[KerasModule, Any]:
+        """Returns the model of the run, and the model of the callbacks with its weights; begins training for them."""
         if self._module is None:
             module = end.build_model()
             assert isinstance(module, KerasModule)
             self._module = module
-        self._module.load_state_dict(dict(end.parameters))
+        if end.parameters:
+            self._module.load_state_dict(dict(end.parameters))
         trained = self._module.saved_program()
         model = trained if self._model is None else self._model
-        if model is not trained:
+        self._before = trained.get_weights()
+        if model is not trained and end.parameters:
             copy_weights(trained, model)
         library.begin_epoch(model, end.lr, end.step)
-        rate = library.current_rate(model)
         if self._list is None:
             self._begin(model, end)
-        before = model.get_weights()
+        return self._module, model
+
+    def _call(self, end: EpochEnd) -> Intervention:
+        module, model = self._bring(end)
+        trained = module.saved_program()
+        rate = library.current_rate(model)
         epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
         if end.step:
@@ -143,8 +168,8 @@ class CallbackRunner:
         parameters = None
         if model is not trained:
             trained.set_weights(model.get_weights())
-        if not _are_equal(before, trained.get_weights()):
-            parameters = {name: tensor.detach().clone() for name, tensor in self._module.state_dict().items()}
+        if not _are_equal(self._before, trained.get_weights()):
+            parameters = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
         newest = {name: values[-1] for name, values in self._history.history.items() if values and end.step}
         state, arrays = _pack(self._callbacks)
         more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
@@ -182,6 +207,8 @@ class CallbackRunner:
     def _begin(self, model: Any, end: EpochEnd) -> None:
         """Begins training for the callbacks; those of an interrupted run go on as they were."""
         keras = library.import_keras()
+        if not end.is_live:
+            refuse_batch_saves(self._callbacks)
         model.stop_training = False
         if end.before is not None:
             for callback in self._callbacks:
@@ -197,9 +224,10 @@ class CallbackRunner:
         before = model.get_weights()
         self._list.on_train_begin()
         if end.before is not None:
+            # What they did when training began is in the state of the run.
+            if not _are_equal(before, model.get_weights()):
+                model.set_weights(before)
             _unpack(self._callbacks, end.before)
-        elif not _are_equal(before, model.get_weights()) and end.step:
-            model.set_weights(before)
 
     def _replay_batches(self, batches: Sequence[Mapping[str, float]]) -> None:
         """Calls the callbacks of each step of the epoch that has ended."""
@@ -229,8 +257,8 @@ class CallbackRunner:
         if before != after or (model.stop_training and not may_stop):
             at = f"after batch {number} of" if number is not None else "after a batch of"
             raise ConfigError(
-                f"{' or '.join(self._batch_callbacks())} has changed weights, the learning rate or stop_training {at} epoch"
-                f" {self._epoch + 1}. Workers make the steps of an epoch without waiting for callbacks."
+                f"{' or '.join(self._batch_callbacks())} has changed weights, the learning rate or stop_training {at}"
+                f" epoch {self._epoch + 1}. Workers make the steps of an epoch without waiting for callbacks."
                 " Change these in on_epoch_end, or use a schedule for the learning rate."
             )
 

@@ -67,13 +67,14 @@ _held: dict[str, tuple[bytes, list[Any]]] = {}
 
 
 @contextmanager
-def hold(sha256: str, model: Any) -> Iterator[None]:
-    """Lets `load_stored` return copies of a model of this process while a block runs, which reads no file."""
+def hold(path: str, sha256: str, model: Any) -> Iterator[None]:
+    """Lets `load_stored` return copies of a model of this process while a block runs; without a file also later."""
     _held[sha256] = library.dump_shared(model)
     try:
         yield
     finally:
-        del _held[sha256]
+        if path:
+            del _held[sha256]
 
 
 def load_stored(path: str, sha256: str, structure: str) -> Any:
@@ -90,6 +91,11 @@ def load_stored(path: str, sha256: str, structure: str) -> Any:
     del structure
     if (held := _held.get(sha256)) is not None:
         return library.load_program(*held)
+    if not path:
+        raise ConfigError(
+            "The model of this run cannot be pickled, so only the process that has trained it can make it again. Load"
+            " what model.save has written, or give fit a function that returns the model."
+        )
     data = _read_model(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ConfigError(
@@ -158,6 +164,8 @@ def _build(program: Any, samples: list[Inputs]) -> bool:
         Whether the model needs targets in the shapes of its outputs: some metrics of Keras refuse a number for each
         row where the model gives rows of one number.
     """
+    # A layer may count its calls.
+    before = program.get_weights() if program.built else None
     attempts = [(*sample, expands_targets) for sample in samples for expands_targets in (False, True)]
     for number, (inputs, y, weights, expands_targets) in enumerate(attempts):
         try:
@@ -165,9 +173,11 @@ def _build(program: Any, samples: list[Inputs]) -> bool:
                 x = fit_inputs(program, inputs)
                 outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
                 targets = fit_targets(y, outputs) if expands_targets else y
-                library.compute_loss(program, x, targets, outputs, weights, False)
+                library.compute_loss(program, x, targets, outputs, weights, True)
                 program.compute_metrics(x, targets, outputs, weights)
             program.reset_metrics()
+            if before is not None:
+                program.set_weights(before)
             return expands_targets
         except Exception:
             if number == len(attempts) - 1:
