@@ -15,7 +15,7 @@ from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.history import means
 from ray_app.runlog.journal import RecordReader, StepRecord
 from ray_app.storage.files import poll_interval_s
-from ray_app.task.interventions import EpochEnd, Intervener
+from ray_app.task.interventions import EpochEnd, Intervener, Intervention
 from ray_app.train.interventions import (
     asked_steps,
     intervened_steps,
@@ -83,11 +83,11 @@ class Answers:
         return self._intervene.at_batch(number, self._running.add(record))
 
     def resume(self) -> None:
-        """Prepares the code that intervenes for a run that goes on in this process."""
-        if steps := intervened_steps(self._job.paths):
-            commits = CheckpointStore(self._job.paths).commits()
-            step = commits[-1].step if commits else 0
-            before = max((other for other in steps if other <= step), default=0)
+        """Prepares the code that intervenes for a run that goes on within an epoch in this process."""
+        commits = CheckpointStore(self._job.paths).commits()
+        step = commits[-1].step if commits else 0
+        # Otherwise it is asked before the next step.
+        if (before := self._newest(step)) is not None and not before.is_last:
             self._intervene.resume(self._collect(step, {}, before))
             self._is_first = False
 
@@ -97,15 +97,19 @@ class Answers:
         parameters = read_question(paths, step)
         if parameters is None:
             return
-        earlier = [other for other in intervened_steps(paths) if other < step] if self._is_first else []
-        change = self._intervene(self._collect(step, parameters, earlier[-1] if earlier else None))
+        change = self._intervene(self._collect(step, parameters, self._newest(step) if self._is_first else None))
         self._is_first, self._running = False, None
         self._records = {number: record for number, record in self._records.items() if number > step}
         commits = CheckpointStore(paths).commits()
         put_intervention(paths, step, change, min((commit.step for commit in commits), default=0))
 
-    def _collect(self, step: int, parameters: Mapping[str, Tensor], before: int | None) -> EpochEnd:
-        """Returns what is known of the epoch that ends with a step; `before` is the step of `EpochEnd.before`."""
+    def _newest(self, step: int) -> Intervention | None:
+        """Returns the newest intervention up to a step."""
+        steps = [other for other in intervened_steps(self._job.paths) if other <= step]
+        return read_intervention(self._job.paths, steps[-1]) if steps else None
+
+    def _collect(self, step: int, parameters: Mapping[str, Tensor], before: Intervention | None) -> EpochEnd:
+        """Returns what is known of the epoch that ends with a step."""
         job, every = self._job, self._job.steps_per_epoch
         self._records |= {record.step: record for record in self._reader.first_records()}
         epoch = -(-step // every)
@@ -126,7 +130,8 @@ class Answers:
             is_live=is_live,
             parameters=parameters,
             build_model=job.task.build_model,
-            before=read_intervention(job.paths, before) if before is not None else None,
+            has_ended=step in intervened_steps(job.paths),
+            before=before,
         )
 
 

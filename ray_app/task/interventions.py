@@ -31,6 +31,8 @@ class EpochEnd:
         is_live: Whether the calling process trains, so that `Intervener.at_batch` is called.
         parameters: Parameters and persistent buffers of the model by name.
         build_model: Builds the model of the run, with other parameters.
+        has_ended: Whether the epoch has ended before, as the last one of a run that has more epochs now; then only the
+            next one begins.
         before: The newest intervention of an earlier process, at the first call in this one; None if there is none.
     """
 
@@ -46,6 +48,7 @@ class EpochEnd:
     is_live: bool
     parameters: Mapping[str, Tensor]
     build_model: Callable[[], nn.Module]
+    has_ended: bool = False
     before: Intervention | None = None
 
     @property
@@ -60,6 +63,7 @@ class Intervention:
 
     Args:
         stops: Whether training is over.
+        is_last: Whether the code took the epoch for the last one.
         lr: The learning rate of the next steps; None leaves it as it is.
         parameters: New parameters and persistent buffers of the model by name; None leaves them as they are.
         logs: Values of the epoch that the run itself does not have.
@@ -68,6 +72,7 @@ class Intervention:
     """
 
     stops: bool = False
+    is_last: bool = False
     lr: float | None = None
     parameters: Mapping[str, Tensor] | None = None
     logs: Mapping[str, float] = field(default_factory=dict)

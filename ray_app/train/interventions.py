@@ -7,6 +7,7 @@ their states. It is written once, and applied again when a resume comes to its s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import safetensors.torch
 from torch import Tensor
@@ -36,16 +37,25 @@ def read_question(paths: RunPaths, step: int) -> dict[str, Tensor] | None:
 def put_intervention(paths: RunPaths, step: int, change: Intervention, oldest_step: int) -> None:
     """Records the intervention of a step, and removes tensors that no resume needs.
 
+    Where the last epoch of a run was followed by another one, the new intervention adds to that of its end.
+
     Args:
         oldest_step: The step of the oldest checkpoint, from which a resume may begin.
     """
+    if (before := read_intervention(paths, step)) is not None:
+        change = replace(
+            change,
+            lr=before.lr if change.lr is None else change.lr,
+            parameters=before.parameters if change.parameters is None else change.parameters,
+            logs={**before.logs, **change.logs},
+        )
     if change.parameters is not None:
         _put_tensors(_tensors(paths, "parameters", step), change.parameters)
     if change.arrays:
         _put_tensors(_tensors(paths, "arrays", step), change.arrays)
     values = {"stops": change.stops, "lr": change.lr, "has_parameters": change.parameters is not None}
-    values |= {"logs": dict(change.logs), "state": change.state}
-    put_json(_record(paths, step), add_version(values), if_absent=True)
+    values |= {"logs": dict(change.logs), "state": change.state, "is_last": change.is_last}
+    put_json(_record(paths, step), add_version(values))
     for name in list_files(paths.interventions):
         kind = name.partition("-")[0]
         if kind != "step" and _step_of(name) < (step + 1 if kind == "question" else min(oldest_step, step)):
@@ -58,7 +68,8 @@ def read_intervention(paths: RunPaths, step: int) -> Intervention | None:
         return None
     parameters = _read_tensors(_tensors(paths, "parameters", step)) if values["has_parameters"] else None
     arrays = _read_tensors(_tensors(paths, "arrays", step)) or {}
-    return Intervention(values["stops"], values["lr"], parameters, restore_nan(values["logs"]), values["state"], arrays)
+    logs = restore_nan(values["logs"])
+    return Intervention(values["stops"], values["is_last"], values["lr"], parameters, logs, values["state"], arrays)
 
 
 def read_logs(paths: RunPaths) -> dict[int, dict[str, float]]:
@@ -73,8 +84,7 @@ def intervened_steps(paths: RunPaths) -> list[int]:
 
 def asked_steps(paths: RunPaths) -> list[int]:
     """Returns the steps that wait for an intervention."""
-    names = list_files(paths.interventions)
-    return sorted({_step_of(name) for name in names if name.startswith("question")} - set(intervened_steps(paths)))
+    return sorted(_step_of(name) for name in list_files(paths.interventions) if name.startswith("question"))
 
 
 def stopped_at(paths: RunPaths) -> int | None:

@@ -372,7 +372,7 @@ class _Worker:
     def _answered(self) -> Intervention:
         """Returns the intervention of the present step, for which the driver is asked unless it is on storage."""
         paths, step = self._job.paths, self._state.step
-        if (change := read_intervention(paths, step)) is not None:
+        if (change := read_intervention(paths, step)) is not None and not self._is_outdated(change):
             return change
         parameters = self._state.master.state_dict()
         _RETRY.call(
@@ -383,10 +383,14 @@ class _Worker:
         )
         self._ask(step)
         never = threading.Event()
-        while (change := read_intervention(paths, step)) is None:
+        while (change := read_intervention(paths, step)) is None or self._is_outdated(change):
             never.wait(poll_interval_s(paths.root) / _POLLS_PER_INTERVAL)
             self._membership.report_progress()
         return change
+
+    def _is_outdated(self, change: Intervention) -> bool:
+        """Returns whether an intervention took the present step for the end of a run that has more epochs now."""
+        return change.is_last and not change.stops and self._state.step < self._job.total_steps
 
     def _exit_drained(self, flags: Flags) -> None:
         """Saves the state of this worker, which exits because it is drained, if `has_to_save_on_exit`.

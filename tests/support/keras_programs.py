@@ -294,14 +294,9 @@ def get_autoencoder() -> Any:
 
 
 def get_callbacks() -> list[Any]:
-    """Callbacks with a counterpart in a configuration."""
+    """Callbacks that stop and change the learning rate."""
     return [
         keras.callbacks.EarlyStopping("val_accuracy", patience=np.int64(2), mode="max"),
-        keras.callbacks.ModelCheckpoint("model.keras", save_freq=7),
-        keras.callbacks.TensorBoard(),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2),
+        keras.callbacks.ProgbarLogger(),
     ]
-
-
-def get_plateau() -> Any:
-    """A callback without a counterpart."""
-    return keras.callbacks.ReduceLROnPlateau()

@@ -146,7 +146,7 @@ class CallbackRunner:
         rate = library.current_rate(model)
         epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
-        if end.step:
+        if end.step and not end.has_ended:
             self._replay_batches(end.batches)
             if end.scores is not None:
                 self._list.on_test_begin()
@@ -170,11 +170,12 @@ class CallbackRunner:
             trained.set_weights(model.get_weights())
         if not _are_equal(self._before, trained.get_weights()):
             parameters = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-        newest = {name: values[-1] for name, values in self._history.history.items() if values and end.step}
+        newest = {name: values[-1] for name, values in self._history.history.items() if values and logs}
         state, arrays = _pack(self._callbacks)
         more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
         new_rate = library.current_rate(model)
-        return Intervention(stops, new_rate if new_rate != rate else None, parameters, more, state, arrays)
+        new_rate = new_rate if new_rate != rate else None
+        return Intervention(stops, end.is_last, new_rate, parameters, more, state, arrays)
 
     def at_batch(self, number: int, logs: Mapping[str, float]) -> bool:
         """Calls the callbacks after a step, see `Intervener`."""
@@ -231,7 +232,7 @@ class CallbackRunner:
 
     def _replay_batches(self, batches: Sequence[Mapping[str, float]]) -> None:
         """Calls the callbacks of each step of the epoch that has ended."""
-        if not self._batch_callbacks():
+        if not batches or not self._batch_callbacks():
             return
         with self._refusing_changes(None):
             for number, values in enumerate(batches):

@@ -194,11 +194,11 @@ class KerasTask(BatchTask):
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:
-        """Returns the fields that callbacks need: evaluations between epochs, and the metric that one monitors."""
+        """Returns the fields that name the metric that a callback monitors, see `Task`."""
         if self.monitored is not None:
             return self.monitored
         running = self._make_callbacks()[0]
-        return {"evaluate.where": "workers", **monitored_fields(running)} if running else {}
+        return monitored_fields(running)
 
     def intervener(self) -> Intervener | None:
         """Returns what calls the callbacks between two epochs, see `Task`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,37 +163,6 @@ def test_a_network_without_an_input_shape_is_built_by_its_rows(tmp_path: Path) -
     assert history.result.summary["steps"] == 2
 
 
-@pytest.mark.rest
-def test_callbacks_have_the_effects_of_those_of_keras(tmp_path: Path) -> None:
-    x, y = images()
-    x = x.astype("float32")
-    models = get_twice(keras_programs.get_plain)
-    options: dict[str, Any] = {"batch_size": ROWS, "epochs": 8, "validation_data": (x, y)}
-    histories = []
-    for name, model, fit_model in zip("ab", models, (partial(fit_here, tmp_path), fit_by_keras), strict=True):
-        callbacks = [
-            keras.callbacks.CSVLogger(tmp_path / f"{name}.csv"),
-            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * (0.5 if epoch else 1)),
-            keras.callbacks.ModelCheckpoint(tmp_path / f"{name}.keras", "val_accuracy", save_best_only=True),
-            keras.callbacks.EarlyStopping("val_accuracy", patience=2, restore_best_weights=True),
-        ]
-        histories.append(fit_model(model, x, y, callbacks=callbacks, **options))
-    ours, theirs = histories
-    assert len(theirs.epoch) < 8, "it was stopped early"
-    check_equal_histories(ours, theirs)
-    check_equal_weights(*models)
-    assert ours.result.status == "stopped_early"
-    tables = [np.genfromtxt(tmp_path / f"{name}.csv", delimiter=",", names=True) for name in "ab"]
-    for name in tables[1].dtype.names or ():
-        np.testing.assert_allclose(tables[0][name], tables[1][name], RTOL, ATOL)
-    saved = [keras.models.load_model(tmp_path / f"{name}.keras") for name in "ab"]
-    check_equal_weights(*saved)
-
-
-def fit_by_keras(model: Any, *arguments: Any, **options: Any) -> Any:
-    return model.fit(*arguments, verbose=0, **options)
-
-
 class Holding(keras.layers.Layer):  # type: ignore[name-defined]
     """Has what cannot leave its process."""
 
@@ -335,7 +303,8 @@ ROWS_OF_A_GENERATOR = (row for row in ())
         ("uncompiled", {}, "not compiled"),
         ("own_step", {}, "train_step of its own"),
         ("plain", {"x": ROWS_OF_A_GENERATOR, "y": None}, "generator, and fit takes arrays"),
-        ("plain", {"initial_epoch": 1}, "a run continues by its name"),
+        ("plain", {"initial_epoch": 1}, "there is nothing to train"),
+        ("plain", {"initial_epoch": 1, "epochs": 2, "name": "new"}, "there is no run 'new' that could go on"),
         ("plain", {"shuffle": False}, "shuffled in every epoch"),
         ("plain", {"validation_steps": 3}, "evaluate.max_rows"),
         ("plain", {"validation_split": 0.99}, "both parts need rows"),
@@ -347,10 +316,28 @@ ROWS_OF_A_GENERATOR = (row for row in ())
         ("plain", {"class_weight": {"cat": 2.0}}, "class_weight is {'cat': 2.0}"),
         ("plain", {"fields": {"train.speed": 1}}, "train.speed"),
         ("plain", {"fields": {"train.strategy": "x"}, "validation_data": images()}, "train.strategy is x"),
-        ("plain", {"callbacks": [keras.callbacks.EarlyStopping()]}, "validation_data is missing"),
-        ("plain", {"callbacks": [keras.callbacks.ReduceLROnPlateau()]}, "no counterpart in a run"),
+        ("plain", {"callbacks": [print]}, "must be a keras.callbacks.Callback"),
+        (
+            "plain",
+            {"callbacks": [keras.callbacks.ModelCheckpoint("m.keras", save_freq=3)], "workers": 1},
+            "save_freq=3",
+        ),
+        (
+            "plain",
+            {"callbacks": keras.callbacks.EarlyStopping(), "fields": {"train.strategy": "parameter_server"}},
+            "callbacks need the whole model after each epoch. Use ddp or single",
+        ),
+        (
+            "plain",
+            {
+                "callbacks": keras.callbacks.EarlyStopping(),
+                "validation_data": images(),
+                "fields": {"evaluate.where": "actor"},
+            },
+            "evaluate.where is actor",
+        ),
         (keras.Sequential([keras.layers.Dense(1)]), {}, "not compiled"),
-        (get_with(Holding()), {}, "cannot travel to workers: TypeError: cannot pickle"),
+        (get_with(Holding()), {"workers": 1}, "cannot travel to workers: TypeError: cannot pickle"),
         (3, {}, "give a compiled keras.Model"),
     ],
 )

@@ -16,6 +16,7 @@ from ray_app.config.config import Config
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
 from ray_app.task.keras import KerasTask, library
+from ray_app.task.keras.callbacks import CallbackRunner
 from ray_app.task.keras.module import fit_inputs
 from ray_app.train.state.state import seed_step
 from tests.support import keras_programs
@@ -253,18 +254,10 @@ def test_the_optimizer_of_the_configuration_counts_more(data: Path) -> None:
     assert config.schedule is None
 
 
-def test_callbacks_set_fields_that_the_configuration_leaves_at_their_defaults(
-    data: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "ray_app")
-    fields = {"data__eval_path": str(data), "checkpoint__every_steps": 3}
-    config = prepare_run(data, "get_measured", "get_callbacks", **fields)
-    assert (config.evaluate.patience, config.evaluate.metric, config.evaluate.mode) == (2, "accuracy", "max")
-    assert config.tracking.tensorboard
-    assert config.checkpoint.every_steps == 3
-    assert "EarlyStopping: evaluate.patience 2" in caplog.text
-    assert "Set by the task: evaluate.patience 2, evaluate.min_delta 0, evaluate.metric 'accuracy'" in caplog.text
-    assert "checkpoint.every_steps of the configuration counts, 3, not 7 of the task" in caplog.text
+def test_a_callback_names_the_metric_of_the_best_checkpoint(data: Path) -> None:
+    config = prepare_run(data, "get_measured", "get_callbacks", data__eval_path=str(data))
+    assert (config.evaluate.metric, config.evaluate.mode) == ("accuracy", "max")
+    assert config.evaluate.patience is None
 
 
 def test_callbacks_that_decide_by_an_evaluation_need_evaluation_data(data: Path) -> None:
@@ -288,9 +281,14 @@ def test_callbacks_are_known_before_the_data(data: Path) -> None:
     assert KerasTask.from_settings(stored).configuration_fields() == task.configuration_fields()
 
 
-def test_a_callback_without_a_counterpart_is_refused_at_the_start(data: Path) -> None:
-    with pytest.raises(ConfigError, match="ReduceLROnPlateau has no counterpart"):
-        prepare_run(data, "get_plain", "get_plateau", data__eval_path=str(data))
+def test_the_callbacks_that_run_are_those_that_do_what_no_run_does(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ray_app")
+    runner = task_of(data, "get_plain", callbacks=PROGRAMS + "get_callbacks").intervener()
+    assert isinstance(runner, CallbackRunner)
+    assert "ProgbarLogger: a run shows its progress" in caplog.text
+    assert task_of(data, "get_plain").intervener() is None
     with pytest.raises(ConfigError, match=r"task\.init_args\.callbacks is 'print'"):
         task_of(data, "get_plain", callbacks="print")
 
