@@ -99,6 +99,11 @@ def run_backward(losses: Tensor, weights: Tensor) -> None:
 # --- modules
 
 
+def version_of(tensor: Tensor) -> int:
+    """Returns a number that changes whenever a tensor is written in place; comparing values would read all of them."""
+    return int(tensor._version)
+
+
 def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Returns the dictionary in which a module has its own buffers, to notice at once that one was replaced."""
     return module._buffers

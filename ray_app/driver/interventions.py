@@ -26,11 +26,16 @@ from ray_app.train.interventions import (
 from ray_app.train.job import Job
 
 
-def check_interventions(job: Job, intervene: Intervener | None) -> None:
-    """Raises ConfigError if a run with this configuration cannot be changed between two epochs."""
+def find_intervener(job: Job, intervene: Intervener | None) -> Intervener | None:
+    """Returns what may change a run between two epochs, by default the code of its task; None if nothing does.
+
+    Raises:
+        ConfigError: A run with this configuration cannot be changed then.
+    """
     config = job.config
+    intervene = intervene or job.task.intervener()
     if intervene is None:
-        return
+        return None
     if not config.train.strategy_traits.can_intervene:
         raise ConfigError(
             f"train.strategy is {config.train.strategy}, and callbacks need the whole model after each epoch. Use"
@@ -42,6 +47,7 @@ def check_interventions(job: Job, intervene: Intervener | None) -> None:
             f"evaluate.where is {config.evaluate.where}, whose evaluations may come after the next epoch has begun, and"
             " callbacks get them between two epochs. Set it to workers."
         )
+    return intervene
 
 
 class Answers:

@@ -38,7 +38,7 @@ from ray_app.cluster.resources import (
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.variables import NO_PROXY
 from ray_app.driver.finalize import RunStatus, newest_commit, report_end, summarize, to_mlflow_status
-from ray_app.driver.interventions import Answers, check_interventions
+from ray_app.driver.interventions import Answers, find_intervener
 from ray_app.driver.model_export import REGISTRABLE, try_to_register
 from ray_app.driver.result import Result
 from ray_app.driver.services import EvaluatorClient, load_observers, make_tracker
@@ -127,7 +127,7 @@ def run_training(
         config: From `load_config`.
         console: Where progress is shown; by default standard output.
         observe: See `Observe`.
-        intervene: May change the run between two epochs; None: as the task says.
+        intervene: May change the run between two epochs; by default as the task says.
 
     Returns:
         The summary, and methods to load models and read metrics. Its status is `interrupted` after Ctrl-C or SIGTERM.
@@ -170,8 +170,7 @@ def open_run(
         prepared = prepare(config)
         # The number of workers and of their GPUs is known now.
         config = prepared.job.config
-        intervene = intervene or prepared.job.task.intervener()
-        check_interventions(prepared.job, intervene)
+        intervene = find_intervener(prepared.job, intervene)
         phases.end("preparation")
         if config.train.strategy_traits.has_workers:
             import_in_background("ray_app.driver.run")
@@ -206,9 +205,8 @@ def open_run(
                 if prepared.changed:
                     put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
                 quiet_console = SafeConsole(TextConsole(quiet=True, force_jupyter=False))
-                progress = quiet_console if background else safe_console
                 phases.end("claim")
-                consoles = safe_console, progress
+                consoles = safe_console, quiet_console if background else safe_console
                 ends = is_own_cluster, interrupted
                 yield Run(prepared, lease, max_workers, consoles, faults, *ends, phases.seconds, intervene)
 
@@ -290,8 +288,8 @@ class Run:
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
-                        hooks = self._faults.train
-                        train_single(job, self._stops, self._progress, evaluator.waiting, hooks, self._answers)
+                        parts = self._progress, evaluator.waiting, self._faults.train, self._answers
+                        train_single(job, self._stops, *parts)
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(

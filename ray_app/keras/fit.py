@@ -13,7 +13,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from io import StringIO
 from os import fspath
-from typing import Any, cast
+from typing import Any
+
+from torch import nn
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
@@ -183,9 +185,9 @@ def fit(
     running, lines = running_callbacks(callbacks)
     if has_workers:
         refuse_batch_saves(running)
-    given = model if isinstance(model, library.import_keras().Model) else None
-    if given is not None and not is_path(x):
-        library.build_symbolically(given, first_rows((x, y, sample_weight)))
+    users_model = model if isinstance(model, library.import_keras().Model) else None
+    if users_model is not None and not is_path(x):
+        library.build_symbolically(users_model, first_rows((x, y, sample_weight)))
     name = name or _resumable_name(backup_name(callbacks), storage_path)
     columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
@@ -226,36 +228,47 @@ def fit(
     console = TextConsole(file=StringIO()) if verbose in (0, 2) else TextConsole()
     for text in [*lines, *([_UNTRACKED] if untracked else [])]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    runner = CallbackRunner(running, given, first_epoch) if running else None
-    result, ended = _train(config, console, runner, given)
+    runner = CallbackRunner(running, users_model, first_epoch) if running else None
+    result, ended = _train(config, console, runner, users_model, before is not None)
     steps = stored_job(RunPaths(result.path)).steps_per_epoch
     params = {"verbose": verbose, "epochs": epochs, "steps": steps}
     if ended is not None:
-        return History(ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, given, result)
+        return History(
+            ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, users_model, result
+        )
     trained = result.keras_model("newest")
-    if given is not None:
-        copy_weights(trained, given)
-    return _make_history(result, initial_epoch, first_epoch, params, trained if given is None else given)
+    if users_model is not None:
+        copy_weights(trained, users_model)
+    return _make_history(result, initial_epoch, first_epoch, params, trained if users_model is None else users_model)
 
 
 def _train(
-    config: Config, console: TextConsole, runner: CallbackRunner | None, given: Any
+    config: Config, console: TextConsole, runner: CallbackRunner | None, users_model: Any, is_continued: bool
 ) -> tuple[Result, dict[str, list[float]] | None]:
     """Trains a run.
 
     Args:
         runner: The callbacks; None if there are none.
-        given: The model of the user, which has every change of the weights if this process trains; None for a function.
+        users_model: The model of the user; it has every change of the weights if this process trains. None for a
+            function.
+        is_continued: Whether the run exists.
 
     Returns:
         The run, and the values of its epochs if `TerminateOnNaN` has ended it.
     """
     with ExitStack() as stack:
         hooks = Hooks()
-        if given is not None and not config.train.strategy_traits.has_workers:
+        if users_model is not None and not config.train.strategy_traits.has_workers:
             stored = config.task.init_args["model"]["init_args"]
-            stack.enter_context(hold(stored["path"], stored["sha256"], given))
-            hooks = Hooks(built=lambda module: stack.callback(cast(KerasModule, module).lend(given)))
+            # The first model of a run that is continued is in its file.
+            if not is_continued or not stored["path"]:
+                stack.enter_context(hold(stored["path"], stored["sha256"], users_model))
+
+            def lend(module: nn.Module) -> None:
+                assert isinstance(module, KerasModule)
+                stack.callback(module.lend(users_model))
+
+            hooks = Hooks(built=lend)
         with open_run(config, console, Faults(hooks), intervene=runner) as run:
             try:
                 return run.run(), None
@@ -289,7 +302,8 @@ class EpochLines(Observer):
     """
 
     def __init__(self, epochs: int, first_epoch: int, validates: bool) -> None:
-        self._epochs, self._first_epoch, self._validates = epochs, first_epoch, validates
+        self._epochs, self._first_epoch = epochs, first_epoch
+        self._validates = validates
         self._waiting: dict[int, str] = {}
 
     def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:

@@ -80,7 +80,8 @@ def first_rows(arrays: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
         return keras.ops.convert_to_tensor(column)
 
     try:
-        return tuple(None if values is None else keras.tree.map_structure(cut, values) for values in arrays)
+        x, y, weights = (None if values is None else keras.tree.map_structure(cut, values) for values in arrays)
+        return x, y, weights
     except ConfigError:
         return None
 

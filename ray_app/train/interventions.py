@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def put_intervention(paths: RunPaths, step: int, change: Intervention, oldest_st
         _put_tensors(_tensors(paths, "parameters", step), change.parameters)
     if change.arrays:
         _put_tensors(_tensors(paths, "arrays", step), change.arrays)
-    values = {"stops": change.stops, "lr": change.lr, "has_parameters": change.parameters is not None}
+    values: dict[str, Any] = {"stops": change.stops, "lr": change.lr, "has_parameters": change.parameters is not None}
     values |= {"logs": dict(change.logs), "state": change.state, "is_last": change.is_last}
     put_json(_record(paths, step), add_version(values))
     for name in list_files(paths.interventions):

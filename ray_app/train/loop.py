@@ -77,7 +77,8 @@ class _Worker:
         job, device = context.job, context.device
         self._job, self._device = job, device
         membership = self._membership = context.membership
-        self._hooks, self._ask, self._at_batch = context.hooks, context.ask, context.at_batch
+        self._hooks = context.hooks
+        self._ask, self._at_batch = context.ask, context.at_batch
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
@@ -374,9 +375,8 @@ class _Worker:
         paths, step = self._job.paths, self._state.step
         if (change := read_intervention(paths, step)) is not None and not self._is_outdated(change):
             return change
-        parameters = self._state.master.state_dict()
         _RETRY.call(
-            lambda: (self._step_log.flush(), put_question(paths, step, parameters)),
+            self._put_question,
             OSError,
             f"Writing the model of step {step} for callbacks",
             lambda _: self._membership.report_progress(),
@@ -387,6 +387,11 @@ class _Worker:
             never.wait(poll_interval_s(paths.root) / _POLLS_PER_INTERVAL)
             self._membership.report_progress()
         return change
+
+    def _put_question(self) -> None:
+        """Writes what the driver needs for its intervention: the records of the steps, and the model."""
+        self._step_log.flush()
+        put_question(self._job.paths, self._state.step, self._state.master.state_dict())
 
     def _is_outdated(self, change: Intervention) -> bool:
         """Returns whether an intervention took the present step for the end of a run that has more epochs now."""

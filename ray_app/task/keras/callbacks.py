@@ -102,7 +102,8 @@ class CallbackRunner:
     """
 
     def __init__(self, callbacks: Sequence[Any], model: Any = None, first_epoch: int = 0) -> None:
-        self._callbacks, self._model, self._first_epoch = list(callbacks), model, first_epoch
+        self._callbacks, self._model = list(callbacks), model
+        self._first_epoch = first_epoch
         keras = library.import_keras()
         self._history = keras.callbacks.History()
         self._list: Any = None
@@ -147,7 +148,7 @@ class CallbackRunner:
         epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
         if end.step and not end.has_ended:
-            self._replay_batches(end.batches)
+            self._repeat_batches(end.batches)
             if end.scores is not None:
                 self._list.on_test_begin()
                 for number in range(end.eval_batches):
@@ -230,7 +231,7 @@ class CallbackRunner:
                 model.set_weights(before)
             _unpack(self._callbacks, end.before)
 
-    def _replay_batches(self, batches: Sequence[Mapping[str, float]]) -> None:
+    def _repeat_batches(self, batches: Sequence[Mapping[str, float]]) -> None:
         """Calls the callbacks of each step of the epoch that has ended."""
         if not batches or not self._batch_callbacks():
             return
@@ -272,7 +273,7 @@ def copy_weights(trained: Any, model: Any) -> None:
 
 
 class _EventFiles:
-    """Stands for `TensorBoard`, whose own files need TensorFlow."""
+    """Stands for `TensorBoard`, which needs TensorFlow for its files."""
 
     @staticmethod
     def of(callback: Any) -> Any:
@@ -281,7 +282,7 @@ class _EventFiles:
 
         keras = library.import_keras()
 
-        class EventFiles(keras.callbacks.Callback):
+        class EventFiles(keras.callbacks.Callback):  # type: ignore[name-defined]
             def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
                 for part in ("train", "validation"):
                     is_part = part == "validation"

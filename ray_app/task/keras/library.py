@@ -30,6 +30,7 @@ import torch
 from ray_app.config.import_paths import require
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
+from ray_app.torch_private import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +327,7 @@ def current_rate(program: Any) -> float | None:
 
 def weight_versions(program: Any) -> list[int]:
     """Returns a number for each weight of a model, which changes whenever the weight is written."""
-    return [tensor_of(variable)._version for variable in program.weights]
+    return [version_of(tensor_of(variable)) for variable in program.weights]
 
 
 def begin_epoch(program: Any, rate: float, steps: int) -> None:
@@ -381,7 +382,7 @@ def load_program(data: bytes, shared: list[Any] | None = None) -> Any:
 
     unpickler = pickle.Unpickler(io.BytesIO(data))
     if shared is not None:
-        unpickler.persistent_load = shared.__getitem__
+        unpickler.persistent_load = shared.__getitem__  # type: ignore[method-assign]
     program = unpickler.load()
     for graph in program._flatten_layers():
         if isinstance(graph, Function):

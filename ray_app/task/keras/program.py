@@ -62,19 +62,19 @@ def load_saved(path: str) -> Any:
             ) from error
 
 
-_held: dict[str, tuple[bytes, list[Any]]] = {}
+_models_in_process: dict[str, tuple[bytes, list[Any]]] = {}
 """The models of the runs that train in this process, by their digests, see `hold`."""
 
 
 @contextmanager
 def hold(path: str, sha256: str, model: Any) -> Iterator[None]:
     """Lets `load_stored` return copies of a model of this process while a block runs; without a file also later."""
-    _held[sha256] = library.dump_shared(model)
+    _models_in_process[sha256] = library.dump_shared(model)
     try:
         yield
     finally:
         if path:
-            del _held[sha256]
+            del _models_in_process[sha256]
 
 
 def load_stored(path: str, sha256: str, structure: str) -> Any:
@@ -89,8 +89,8 @@ def load_stored(path: str, sha256: str, structure: str) -> Any:
         ConfigError: The file is missing or another one, or a worker lacks a module that it needs.
     """
     del structure
-    if (held := _held.get(sha256)) is not None:
-        return library.load_program(*held)
+    if (shared := _models_in_process.get(sha256)) is not None:
+        return library.load_program(*shared)
     if not path:
         raise ConfigError(
             "The model of this run cannot be pickled, so only the process that has trained it can make it again. Load"

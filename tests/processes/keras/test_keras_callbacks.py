@@ -147,9 +147,9 @@ def test_callbacks_see_and_decide_what_they_do_in_keras(tmp_path: Path, case: st
     for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, 1e-4, 1e-5)
     assert history.keras_model().get_weights()[0] == pytest.approx(ours.get_weights()[0])
-    for mine, its in zip(our_calls, their_calls, strict=True):
-        if isinstance(mine, Noted):
-            check_equal_calls(mine.calls, its.calls)
+    for noted, expected_calls in zip(our_calls, their_calls, strict=True):
+        if isinstance(noted, Noted):
+            check_equal_calls(noted.calls, expected_calls.calls)
     files = [{file.name: file for file in folder.iterdir()} for *_, folder in sides]
     assert files[0].keys() == files[1].keys()
     for name in files[0]:
@@ -189,7 +189,7 @@ def test_an_interrupted_run_goes_on_with_the_callbacks_as_they_were(tmp_path: Pa
     assert continued.result.status == whole.result.status == "stopped_early"
 
 
-def test_a_resume_from_an_older_checkpoint_repeats_the_decisions_and_asks_nobody(tmp_path: Path) -> None:
+def test_a_resume_from_an_older_checkpoint_repeats_the_decisions_and_asks_no_callback(tmp_path: Path) -> None:
     x, y = rows()
     options: dict[str, Any] = {"batch_size": 20, "name": "run", "fields": {"checkpoint.keep_last": 10}}
     whole = fit_here(tmp_path / "whole", get_model(), x, y, epochs=4, callbacks=decide_without_data(), **options)
