@@ -69,8 +69,12 @@ class History:
     checkpoint: str = "newest"
 
     def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`."""
-        return self.result.keras_model(self.checkpoint)
+        """Returns the trained `keras.Model`, its optimizer with the state of training."""
+        model = self.result.keras_model(self.checkpoint)
+        if self.checkpoint == "newest":
+            # With `use_ema` the weights become their average at the end of training.
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+        return model
 
 
 def fit(
@@ -100,8 +104,8 @@ def fit(
 ) -> History:
     """Trains a compiled Keras model as a run, with the arguments of `keras.Model.fit`.
 
-    A model, as opposed to a function, has the trained weights afterwards, as `Model.fit` leaves them. Its optimizer is
-    as before: another call begins with a new one.
+    A model, as opposed to a function, has the trained weights afterwards, and its optimizer the state of training, as
+    `Model.fit` leaves them: another call continues with both.
 
     Args:
         model: A function that returns a compiled `keras.Model`, its import path, or the model itself, which Keras
@@ -444,7 +448,11 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
 
 
 def _set_weights(model: Any, trained: Any) -> None:
-    """Gives a model the weights of its trained copy; a model that its first batch would build is built."""
+    """Gives a model and its optimizer the state of a trained copy; what the first batch would build is built."""
     if not model.built:
         model.build_from_config(trained.get_build_config())
     model.set_weights(trained.get_weights())
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    for variable, value in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
+        variable.assign(value)
