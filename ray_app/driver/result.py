@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ray_app.checkpoint.format import unpack
+from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.checks import check_config
 from ray_app.devices import HOST
 from ray_app.driver.finalize import stored_job
@@ -84,7 +86,7 @@ class Result:
         return load_model(self._job, choose_checkpoint(self._job, checkpoint))
 
     def keras_model(self, checkpoint: str = "best") -> Any:
-        """Returns the trained `keras.Model` of a Keras program, compiled as the program does, with a new optimizer.
+        """Returns the trained `keras.Model` of a Keras program, compiled, its optimizer with the state of training.
 
         Args:
             checkpoint: See `ExportOptions.checkpoint`.
@@ -93,14 +95,18 @@ class Result:
             ConfigError: The run trained something else than a Keras program.
         """
         from ray_app.task.keras.module import KerasModule
+        from ray_app.task.keras.optimizer import restore_optimizer
 
-        model = self.load_model(checkpoint)
+        commit = choose_checkpoint(self._job, checkpoint)
+        model = load_model(self._job, commit)
         if not isinstance(model, KerasModule):
             raise ConfigError(
                 f"The run in {self.path} trained a {type(model).__name__}, which is no Keras program; its load_model"
                 " returns it."
             )
-        return model.saved_program()
+        program = model.saved_program()
+        restore_optimizer(program, unpack(CheckpointStore(self._job.paths).load(commit)).optimizer)
+        return program
 
     def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:
         """Writes a model to a folder, as `ray-app export` does; returns the content of `export.json`. See `export_run`.

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
 from os import fspath
 from typing import Any
@@ -92,8 +92,11 @@ class History:
     result: Result = field(repr=False)
 
     def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`, read from the run."""
-        return self.result.keras_model("newest")
+        """Returns the trained `keras.Model`, read from the run, its optimizer with the state of training."""
+        model = self.result.keras_model("newest")
+        # With `use_ema` the weights become their average at the end of training.
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+        return model
 
 
 def fit(
@@ -123,8 +126,8 @@ def fit(
 ) -> History:
     """Trains a compiled Keras model as a run, with the arguments of `keras.Model.fit`.
 
-    A model, as opposed to a function, has the trained weights afterwards, as `Model.fit` leaves them. Its optimizer is
-    as before: another call begins with a new one.
+    A model, as opposed to a function, has the trained weights afterwards, and its optimizer the state of training, as
+    `Model.fit` leaves them: another call continues with both.
 
     Args:
         model: A function that returns a compiled `keras.Model`, its import path, or the model itself, which Keras
@@ -236,10 +239,12 @@ def fit(
         return History(
             ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, users_model, result
         )
-    trained = result.keras_model("newest")
-    if users_model is not None:
-        copy_weights(trained, users_model)
-    return _make_history(result, initial_epoch, first_epoch, params, trained if users_model is None else users_model)
+    history = _make_history(result, initial_epoch, first_epoch, params, users_model)
+    trained = history.keras_model()
+    if users_model is None:
+        return replace(history, model=trained)
+    _copy_state(trained, users_model)
+    return history
 
 
 def _train(
@@ -539,3 +544,12 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
         # An evaluator that lags behind may skip no epoch.
         return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
     return {"evaluate.where": "workers"}
+
+
+def _copy_state(trained: Any, model: Any) -> None:
+    """Gives a model and its optimizer the state of a trained copy; what the first batch would build is built."""
+    copy_weights(trained, model)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    for variable, value in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
+        variable.assign(value)

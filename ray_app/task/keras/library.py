@@ -176,6 +176,16 @@ def weights_of(program: Any) -> list[tuple[Any, bool]]:
     return [(variable, id(variable) in trainable) for variable in program.weights]
 
 
+def trained_weights(program: Any) -> list[Any]:
+    """Returns the variables of a model that its optimizer trains, in the order of `weights_of`."""
+    return [variable for variable, is_parameter in weights_of(program) if is_parameter and variable.trainable]
+
+
+def optimized_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built with."""
+    return list(optimizer._trainable_variables)
+
+
 def tensor_of(variable: Any) -> torch.Tensor:
     """Returns the tensor of a variable itself, also where the variable would give a copy of another type."""
     return variable._value
@@ -524,13 +534,20 @@ def _describe(value: Any) -> Any:
     return [name, config, more, {k: v for k, v in attributes.items() if not k.startswith("_")}]
 
 
+def unbuilt_optimizer(optimizer: Any) -> Any:
+    """Returns a copy of an optimizer as it is before its first step, also where `get_config` lacks a part."""
+    optimizer = pickle.loads(dump_program(optimizer))
+    kept = (optimizer._iterations, optimizer._learning_rate)
+    optimizer._variables[:] = [variable for variable in optimizer._variables if any(variable is one for one in kept)]
+    optimizer._iterations.assign(0)
+    vars(optimizer).update(built=False, _trainable_variables=[], _trainable_variables_indices={})
+    return optimizer
+
+
 def take_optimizer(program: Any) -> Any:
     """Returns the optimizer of a model as it is before its first step, with a variable for its learning rate."""
-    keras = import_keras()
-    optimizer = program.optimizer
-    if optimizer.built:
-        optimizer = type(optimizer).from_config(optimizer.get_config())
-    rate = keras.Variable(0.0, name="learning_rate", dtype="float32", trainable=False)
+    optimizer = unbuilt_optimizer(program.optimizer)
+    rate = import_keras().Variable(0.0, name="learning_rate", dtype="float32", trainable=False)
     # What was a schedule is the run's, see `KerasSchedule`.
     optimizer._learning_rate = rate
     # A loss that is scaled by a number gives gradients that are divided by it again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, ClassVar
@@ -71,6 +72,10 @@ def describe_optimizer(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
     }
     if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         fields["schedule"] = {"class_path": SCHEDULE, "init_args": _write_out(schedule)}
+    if optimizer.built and (steps := int(library.step_counter(optimizer))):
+        fields["optimizer"]["init_args"] |= {"program": None, "continues": True}
+        if "schedule" in fields:
+            fields["schedule"]["init_args"]["first_step"] = steps
     return fields
 
 
@@ -121,11 +126,6 @@ def _refuse_features(optimizer: Any) -> None:
             "The model is compiled with a MultiOptimizer, whose optimizers a run cannot keep apart. Compile it with one"
             " optimizer, or give groups of parameters other learning rates by optimizer.groups in the configuration."
         )
-    if optimizer.use_ema:
-        raise ConfigError(
-            f"The optimizer {name} has use_ema, by which Keras' fit averages the weights. Leave it out and set"
-            f" train.ema_decay: {optimizer.ema_momentum:g}, whose average is evaluated and saved, too."
-        )
 
 
 def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
@@ -159,6 +159,7 @@ def refuse_sharding(fields: dict[str, Any]) -> str | None:
             config.get("global_clipnorm")
         ),
         "a constraint looks at a whole weight": any("constraint" in group for group in optimizer["groups"] or []),
+        "the optimizer continues with the state that it has of whole weights": "continues" in optimizer["init_args"],
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -174,6 +175,7 @@ class KerasOptimizer(Optimizer):
         serialized: The optimizer as Keras writes it; None for the one of a program.
         program: The specification, as JSON, of the program that is compiled with the optimizer; None if it is written
             out.
+        continues: Whether the first step begins with the state that the optimizer of the program has.
 
     Raises:
         ConfigError: The groups have several learning rates.
@@ -183,10 +185,16 @@ class KerasOptimizer(Optimizer):
     """Whether it can update a part of a parameter; `refuse_sharding` refuses optimizers that cannot."""
 
     def __init__(
-        self, params: Iterable[Any], lr: float, serialized: dict[str, Any] | None = None, program: str | None = None
+        self,
+        params: Iterable[Any],
+        lr: float,
+        serialized: dict[str, Any] | None = None,
+        program: str | None = None,
+        continues: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
         self._serialized, self._program = serialized, program
+        self._continues = continues
         # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
         # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
@@ -235,7 +243,10 @@ class KerasOptimizer(Optimizer):
             optimizer.exclude_from_weight_decay(var_list=fixed)
         optimizer.build(list(self._variables.values()))
         self._keras = optimizer
-        self._slots = _find_slots(optimizer, parameters)
+        slots = _find_slots(optimizer)
+        if self._continues:
+            _continue_state(slots, _make_program(self._program))
+        self._slots = [(v, None if number is None else parameters[number], name) for v, number, name in slots]
 
     def _bind(self, parameters: list[Tensor]) -> None:
         """Gives Keras' variables the tensors of the state, and makes the state of parameters without one."""
@@ -286,29 +297,80 @@ def _make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any
     return variable
 
 
-def _find_slots(optimizer: Any, parameters: list[Tensor]) -> list[tuple[Any, Tensor | None, str]]:
-    """Returns the variables of a built optimizer, each with its parameter and its name in the state."""
-    slots: list[tuple[Any, Tensor | None, str]] = []
-    names: dict[Tensor | None, set[str]] = {}
+Slot = tuple[Any, int | None, str]
+"""A variable of an optimizer, the number of the parameter that it belongs to, and its name in the state of that; no
+number for one that all parameters share."""
+
+
+def _find_slots(optimizer: Any) -> list[Slot]:
+    """Returns the variables of an optimizer that is built with variables of `_make_variable`."""
+    slots: list[Slot] = []
+    counts: Counter[tuple[int | None, str]] = Counter()
     for variable in optimizer.variables:
         if variable is library.rate_source(optimizer):
             continue
         match = _PARAMETER.match(variable.name)
-        parameter = parameters[int(match[1])] if match else None
+        number = int(match[1]) if match else None
         is_counter = variable is library.step_counter(optimizer)
         base = (match[2] or "slot") if match else "step" if is_counter else "shared"
-        if parameter is None and len(variable.shape):
+        if number is None and len(variable.shape):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {variable.name} of shape {tuple(variable.shape)} for all weights"
                 " together; the state here belongs to weights. Make it by add_variable_from_reference for each."
             )
-        name, number = base, 0
-        while name in names.setdefault(parameter, set()):
-            number += 1
-            name = f"{base}_{number}"
-        names[parameter].add(name)
-        slots.append((variable, parameter, name))
+        count = counts[number, base]
+        counts[number, base] += 1
+        slots.append((variable, number, f"{base}_{count}" if count else base))
     return slots
+
+
+def _slots_of_program(program: Any) -> list[Slot]:
+    """Returns the variables of the built optimizer of a model, numbered as `library.trained_weights`.
+
+    Their names may be ambiguous, so that a copy of the optimizer is built, with variables in the same order.
+    """
+    optimizer = program.optimizer
+    variables, copied = library.optimized_variables(optimizer), library.unbuilt_optimizer(optimizer)
+    copied.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
+    numbers = {id(weight): number for number, weight in enumerate(library.trained_weights(program))}
+    ordered = [variable for variable in optimizer.variables if variable is not library.rate_source(optimizer)]
+    return [
+        (variable, None if number is None else numbers.get(id(variables[number]), -1), name)
+        for variable, (_, number, name) in zip(ordered, _find_slots(copied), strict=True)
+    ]
+
+
+def _continue_state(slots: list[Slot], program: Any) -> None:
+    """Gives the variables of a new optimizer the state that the optimizer of a program has."""
+    states = {(number, name): variable for variable, number, name in _slots_of_program(program)}
+    for variable, number, name in slots:
+        source = states.get((number, name))
+        # The preflight tries an optimizer with a weight of its own.
+        if source is not None and source.shape == variable.shape:
+            variable.assign(library.tensor_of(source))
+
+
+def restore_optimizer(program: Any, state: dict[str, Any]) -> None:
+    """Gives the optimizer of a model the state that it has in a checkpoint, as `Model.fit` would leave it.
+
+    The state of an optimizer that the configuration names in its place is left out.
+
+    Args:
+        program: The compiled model with all weights.
+        state: The state of its `KerasOptimizer`, as `Snapshot.optimizer` has it.
+    """
+    optimizer = program.optimizer
+    states = [state["state"].get(number, {}) for group in state["param_groups"] for number in group["params"]]
+    if len(states) != len(library.trained_weights(program)):
+        return
+    if not optimizer.built:
+        optimizer.build(program.trainable_variables)
+    for variable, number, name in _slots_of_program(program):
+        values = states[number or 0].get(name)
+        if values is not None and values.shape == variable.shape:
+            variable.assign(values)
+    if isinstance(library.rate_source(optimizer), library.import_keras().Variable):
+        optimizer.learning_rate = state["param_groups"][0]["lr"]
 
 
 class KerasSchedule(LRScheduler):
@@ -319,6 +381,7 @@ class KerasSchedule(LRScheduler):
         serialized: The schedule as Keras writes it; None for the one of a program.
         last_epoch: The number of finished steps minus one, see `LRScheduler`.
         program: The specification, as JSON, of the program that has the schedule; None if it is written out.
+        first_step: Steps that the optimizer had done before the run.
     """
 
     def __init__(
@@ -327,8 +390,10 @@ class KerasSchedule(LRScheduler):
         serialized: dict[str, Any] | None = None,
         last_epoch: int = -1,
         program: str | None = None,
+        first_step: int = 0,
     ) -> None:
         keras = library.import_keras()
+        self._first_step = first_step
         self._schedule = (
             library.rate_source(_make_program(program).optimizer)
             if serialized is None
@@ -339,9 +404,10 @@ class KerasSchedule(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """Returns the learning rate of the next step for each group."""
         with library.device_scope(HOST), torch.no_grad():
-            rate = float(self._schedule(self.last_epoch))
+            rate = float(self._schedule(self.last_epoch + self._first_step))
         return [rate for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the schedule without the schedule of Keras, which has none."""
-        return {name: value for name, value in super().state_dict().items() if name != "_schedule"}
+        configured = ("_schedule", "_first_step")
+        return {name: value for name, value in super().state_dict().items() if name not in configured}

@@ -173,6 +173,8 @@ class KerasTask(BatchTask):
             " reduction='sum_over_batch_size', and multiply the learning rate by the rows that were summed.": (
                 bool(self.compiled["summed"]) and config.logical_workers > 1
             ),
+            "train.freeze is set, and the optimizer continues with a state of all weights. Compile the model again for"
+            " a new one.": is_own and bool(config.train.freeze) and "continues" in fields["optimizer"]["init_args"],
             f"train.strategy is {config.train.strategy}, which updates parts of weights, and {reason}. Use ddp, compile"
             " the model with another optimizer, or name one of torch.optim in optimizer.": reason is not None,
         }

@@ -43,6 +43,7 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"learning_rate": schedules.PiecewiseConstantDecay([30, 60], [0.1, 0.01, 0.001])}),
     ("Adam", {"gradient_accumulation_steps": 4}),
     ("Muon", {"exclude_layers": ["head"]}),
+    ("Adam", {"use_ema": True, "ema_overwrite_frequency": 7}),
 ]
 
 
@@ -144,7 +145,6 @@ def test_weights_that_decay_leaves_alone_are_groups() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda: keras.optimizers.Adam(use_ema=True), "train.ema_decay"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mixed_bfloat16"),
         (lambda: keras.optimizers.Adam(lambda: 0.1), "LearningRateSchedule"),
     ],
