@@ -46,6 +46,7 @@ from ray_app.task.keras.callbacks import (
     CallbackRunner,
     backup_name,
     copy_weights,
+    evaluates_average,
     monitored_fields,
     refuse_batch_saves,
     running_callbacks,
@@ -206,6 +207,7 @@ def fit(
         "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier, has_workers),
         "class_weight": None if class_weight is None else _read_class_weight(class_weight),
         **asdict(columns),
+        **({"evaluate_average": True} if evaluates_average(callbacks) else {}),
     }
     rows = _BATCH_SIZE if batch_size is None else batch_size
     settings: Fields = {
@@ -488,6 +490,11 @@ def _task_of(run: History) -> KerasTask:
         raise ConfigError(
             f"The first argument is a {type(run).__name__}; give what fit has returned. A model that was given to fit"
             " has the trained weights, so its own evaluate and predict work, too."
+        )
+    if run.model.optimizer.use_ema:
+        raise ConfigError(
+            "Training has ended with the average that the optimizer keeps (use_ema), and the checkpoints of the run have"
+            " the weights that it would go on with. Use history.model.evaluate and history.model.predict."
         )
     assert isinstance(run.result.task, KerasTask)
     return run.result.task

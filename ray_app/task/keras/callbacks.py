@@ -26,11 +26,11 @@ _VALIDATION = "val_"
 _OF_A_RUN = {
     "BackupAndRestore": "another call with the same name continues the run, by default the name of backup_dir",
     "ProgbarLogger": "a run shows its progress",
+    "SwapEMAWeights": "evaluations use the average of the weights, which training ends with",
 }
 """Callbacks that do what every run does, and how it does that."""
 _REFUSED = {
     "OrbaxCheckpoint": "Use ModelCheckpoint; a run has checkpoints of its own, too.",
-    "SwapEMAWeights": 'Give fields={"train.ema_decay": 0.999}: the average is evaluated and saved.',
 }
 """The callbacks of Keras without a counterpart, and what to use instead."""
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -57,7 +57,7 @@ def running_callbacks(callbacks: Any) -> tuple[list[Any], list[str]]:
         if is_of_keras and name == "BackupAndRestore":
             # It would load weights into the model alone, and delete what it has saved.
             callback.on_train_begin = lambda logs=None: None
-        if name != "ProgbarLogger":
+        if name not in ("ProgbarLogger", "SwapEMAWeights"):
             running.append(_EventFiles.of(callback) if is_of_keras and name == "TensorBoard" else callback)
     return running, lines
 
@@ -72,6 +72,22 @@ def refuse_batch_saves(callbacks: Sequence[Any]) -> None:
                 f' only. Leave it out; with fields={{"checkpoint.every_steps": {callback.save_freq}}} the run keeps'
                 " checkpoints."
             )
+
+
+def evaluates_average(callbacks: Any) -> bool:
+    """Returns whether `SwapEMAWeights` is among callbacks.
+
+    Raises:
+        ConfigError: It is to swap weights for the other callbacks, too.
+    """
+    keras = library.import_keras()
+    swaps = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, keras.callbacks.SwapEMAWeights)]
+    if any(callback.swap_on_epoch for callback in swaps):
+        raise ConfigError(
+            "SwapEMAWeights has swap_on_epoch=True, and callbacks get the weights that are trained. Leave it out;"
+            " training ends with the average."
+        )
+    return bool(swaps)
 
 
 def backup_name(callbacks: Any) -> str | None:

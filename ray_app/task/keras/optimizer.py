@@ -11,8 +11,8 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,8 @@ _ELEMENTWISE = (
     "ScheduleFreeAdamW",
 )
 """Optimizers of Keras that update each value of a parameter independently."""
+_AVERAGE = "average"
+"""The name of the average of a parameter in its state, with `use_ema`."""
 _PARAMETER = re.compile(r".*parameter(\d+)(?:_(\w+))?$")
 """The end of the name of a variable that Keras keeps for a parameter, which begins with the name of the latter."""
 
@@ -176,6 +178,7 @@ class KerasOptimizer(Optimizer):
         program: The specification, as JSON, of the program that is compiled with the optimizer; None if it is written
             out.
         continues: Whether the first step begins with the state that the optimizer of the program has.
+        evaluates_average: Whether evaluations use the average of the weights that the optimizer keeps (`use_ema`).
 
     Raises:
         ConfigError: The groups have several learning rates.
@@ -191,10 +194,11 @@ class KerasOptimizer(Optimizer):
         serialized: dict[str, Any] | None = None,
         program: str | None = None,
         continues: bool = False,
+        evaluates_average: bool = False,
     ) -> None:
         super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
         self._serialized, self._program = serialized, program
-        self._continues = continues
+        self._continues, self._evaluates_average = continues, evaluates_average
         # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
         # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
@@ -224,6 +228,21 @@ class KerasOptimizer(Optimizer):
                 self._keras.learning_rate = self._rate = rate
             self._keras.apply([p.grad for p in moved], [self._variables[p] for p in moved])
         self._store_shared(parameters)
+
+    @contextmanager
+    def average_in_place(self) -> Iterator[None]:
+        """Gives the parameters their averages in a block, if evaluations use these."""
+        averages = [(p, s[_AVERAGE]) for p, s in self.state.items() if self._evaluates_average and _AVERAGE in s]
+        with torch.no_grad():
+            trained = [p.clone() for p, _ in averages]
+            for p, average in averages:
+                p.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (p, _), value in zip(averages, trained, strict=True):
+                    p.copy_(value)
 
     def _build(self, parameters: list[Tensor]) -> None:
         """Makes Keras' optimizer for parameters."""

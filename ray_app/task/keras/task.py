@@ -24,7 +24,7 @@ from ray_app.task.base import Batch
 from ray_app.task.images import IMAGE
 from ray_app.task.interventions import Intervener
 from ray_app.task.keras import library, program
-from ray_app.task.keras.callbacks import CallbackRunner, monitored_fields, running_callbacks
+from ray_app.task.keras.callbacks import CallbackRunner, evaluates_average, monitored_fields, running_callbacks
 from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizer, refuse_sharding
 from ray_app.task.losses import Losses
@@ -80,9 +80,10 @@ class KerasTask(BatchTask):
         scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
-        callbacks: Import path of a function that returns callbacks of Keras, with arguments as `model`. What has a
-            counterpart becomes fields of the configuration where these are at their defaults, and a line says which;
-            what has none is refused.
+        callbacks: Import path of a function that returns callbacks of Keras, with arguments as `model`. They run
+            between two epochs, see `ray_app.keras.fit`; with evaluation data `evaluate.where` has to be `workers`.
+        evaluate_average: Whether evaluations use the average of the weights that an optimizer with `use_ema` keeps, as
+            with `SwapEMAWeights`.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
@@ -106,6 +107,7 @@ class KerasTask(BatchTask):
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
         callbacks: str | Spec | None = None,
+        evaluate_average: bool = False,
     ) -> None:
         columns, targets = _names_in(inputs), _names_in(target)
         batch, lists = list(dict.fromkeys([*columns, *targets])), (pad_with, pad_to, max_length)
@@ -120,6 +122,7 @@ class KerasTask(BatchTask):
         # Pairs, since JSON makes text of the keys of a dictionary.
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
+        self.evaluate_average = evaluate_average
         self.callbacks = None
         if callbacks is not None:
             self.callbacks = program.spec_of_program(callbacks, _CALLBACKS, "callbacks of Keras")
@@ -147,6 +150,11 @@ class KerasTask(BatchTask):
                 "summed": library.summed_losses(module.program),
             }
             prepared.monitored = prepared.configuration_fields()
+            if self.evaluate_average and not module.program.optimizer.use_ema:
+                raise ConfigError(
+                    "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, and that of the model"
+                    " keeps no average. Compile the model with use_ema=True, or leave the callback out."
+                )
         return prepared
 
     def validate_config(self, config: Config) -> list[str]:
@@ -193,6 +201,8 @@ class KerasTask(BatchTask):
             # The program is code, so it is that of this task, and not what a package has for it.
             if "program" in arguments:
                 arguments["program"] = json.dumps(self.model)
+        if self.evaluate_average:
+            fields["optimizer"]["init_args"]["evaluates_average"] = True
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:
@@ -214,7 +224,10 @@ class KerasTask(BatchTask):
         if self.callbacks is None:
             return [], []
         with user_code(lambda: "making the callbacks of the program"):
-            return running_callbacks(instantiate(self.callbacks, _CALLBACKS))
+            callbacks = instantiate(self.callbacks, _CALLBACKS)
+        if evaluates_average(callbacks) and not self.evaluate_average:
+            raise ConfigError("SwapEMAWeights is among the callbacks; set task.init_args.evaluate_average: true.")
+        return running_callbacks(callbacks)
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""

@@ -406,7 +406,10 @@ class TrainingState:
         mode, and the next step has its trained parameters again.
         """
         try:
-            with self.average.in_place() if self.average is not None else nullcontext():
+            average: Any = self.average.in_place() if self.average is not None else nullcontext()
+            if hasattr(self.optimizer, "average_in_place"):
+                average = self.optimizer.average_in_place()
+            with average:
                 yield self.model
         finally:
             self.train()

@@ -13,7 +13,7 @@ import pytest
 from ray_app import load_config, run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import ConfigError, NonFiniteError
-from ray_app.keras import History, fit
+from ray_app.keras import History, evaluate, fit
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.keras.library import import_keras, program_session
@@ -312,6 +312,24 @@ def test_another_fit_with_a_backup_continues_what_was_interrupted(tmp_path: Path
         history = fit_here(tmp_path, get_model(), x, y, batch_size=20, epochs=3, callbacks=used)
         assert history.result.summary["params_digest"] == whole.result.summary["params_digest"]
         assert history.result.path.name == ("backup", "backup-2")[number], "a finished training begins again"
+
+
+def test_evaluations_use_the_average_and_training_ends_with_it(tmp_path: Path) -> None:
+    x, y = rows()
+    models = [get_model(), get_model()]
+    for model in models:
+        optimizer = keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options: dict[str, Any] = {"batch_size": ROWS, "epochs": 3, "validation_data": (x, y), "verbose": 0}
+    history = fit_here(tmp_path, models[0], x, y, callbacks=callbacks.SwapEMAWeights(), **options)
+    expected = models[1].fit(x, y, callbacks=callbacks.SwapEMAWeights(), **options)
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(history.history[name], expected.history[name], 1e-4)
+    assert abs(history.history["val_loss"][1] - history.history["loss"][2]) > 1e-3, "the average is another"
+    for one, other in zip(models[0].get_weights(), models[1].get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, 1e-4, 1e-5)
+    with pytest.raises(ConfigError, match=r"Use history\.model\.evaluate"):
+        evaluate(history, x, y)
 
 
 def test_lines_of_epochs_have_the_values_of_keras(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
