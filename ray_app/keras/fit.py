@@ -445,7 +445,7 @@ def evaluate(
         data = FitColumns(task.model_inputs, task.model_target, task.sample_weight).fill(x, y, sample_weight)
     values = run.result.evaluate(data, "newest", batch_size=batch_size)
     if return_dict:
-        return values
+        return dict(sorted(values.items()))
     if len(values) == 1:
         return values["loss"]
     # As in Keras: metrics by their own names, in their order, and then those that are reported by others, sorted.
@@ -493,7 +493,7 @@ def _task_of(run: History) -> KerasTask:
         )
     if run.model.optimizer.use_ema:
         raise ConfigError(
-            "Training has ended with the average that the optimizer keeps (use_ema), and the checkpoints of the run have"
+            "Training has ended with the average that the optimizer keeps (use_ema), and checkpoints of the run have"
             " the weights that it would go on with. Use history.model.evaluate and history.model.predict."
         )
     assert isinstance(run.result.task, KerasTask)

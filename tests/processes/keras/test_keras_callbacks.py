@@ -318,7 +318,7 @@ def test_evaluations_use_the_average_and_training_ends_with_it(tmp_path: Path) -
     x, y = rows()
     models = [get_model(), get_model()]
     for model in models:
-        optimizer = keras.optimizers.SGD(0.01, use_ema=True, ema_momentum=0.9)
+        optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.9)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     options: dict[str, Any] = {"batch_size": ROWS, "epochs": 3, "validation_data": (x, y), "verbose": 0}
     history = fit_here(tmp_path, models[0], x, y, callbacks=callbacks.SwapEMAWeights(), **options)
