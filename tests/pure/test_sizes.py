@@ -22,7 +22,7 @@ CEILINGS = {
     "ray_app/driver": 2_908,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_447,
-    "ray_app/keras": 994,
+    "ray_app/keras": 1_201,
     "ray_app/models": 2_336,
     "ray_app/plan": 886,
     "ray_app/predict": 612,
@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_261,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 9_846,
+    "ray_app/task": 9_854,
     "ray_app/track": 1_031,
     "ray_app/train": 10_116,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_978,
+    "tests": 74_275,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
