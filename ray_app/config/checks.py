@@ -315,6 +315,11 @@ _OTHER_RULES = (
         " off, or leave balance_by out (task.init_args.class_weights weighs classes without repeating rows).",
     ),
     Rule(
+        "data.shuffle",
+        lambda c: c.data.balance_by or c.data.by_length,
+        ", and data.balance_by and data.by_length choose the rows of a step in another way. Leave it out, or these.",
+    ),
+    Rule(
         "data.cache_dir",
         lambda c: c.data.cache != "disk",
         ", but data.cache is {c.data.cache}; set that to disk or leave cache_dir out.",

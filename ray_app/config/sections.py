@@ -136,6 +136,8 @@ class DataSection:
         shuffle_window_rows: Rows per logical worker that are shuffled together. A worker holds about this many decoded
             rows times `prefetch_windows` + 1 for each logical worker that it runs, and one window more. A size that no
             node can hold is refused before the start, unless the rows are in the object store (`cache: memory`).
+        shuffle: `false`: every epoch has the rows in the order of the files, and with `shard: row` the first step has
+            the first `global_batch_size` rows. `ray-app ingest` mixes rows as well, unless `--shuffle false` is given.
         shard: Rows of a logical worker, as in tf.data's AutoShardPolicy. `row` (DATA): an equal share of the rows, a
             different one in every epoch. `file` (FILE): whole files, the same in every epoch, shuffled among
             themselves. `off` (OFF): all rows.
@@ -168,6 +170,7 @@ class DataSection:
     eval_path: str | None = None
     global_batch_size: PositiveInt = result_field(32)
     shuffle_window_rows: PositiveInt = result_field(10_000)
+    shuffle: bool = result_field(True)
     shard: Literal["row", "file", "off"] = result_field("row")
     balance_by: str | None = result_field(None)
     by_length: str | None = result_field(None)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -151,15 +151,18 @@ class Reader:
         """
         block_rows = rows_per_task(self.fields, MAX_BLOCK_BYTES / 1e6)
         with closing(OpenFiles(self.root, self.rules)) as files:
+            # Without shuffling several spans are of one row group.
+            read_group = lru_cache(1)(partial(self._read_group, files))
             for span in spec:
                 if span.group_rows and read_slice is not None:
                     table = read_slice(span)
                 else:
-                    table = read_with_retries(to_location(self.root) / span.path, partial(self._read_span, files, span))
+                    table = read_group(span.path, span.row_group).slice(span.first, span.rows)
                 yield from self._decode_span(span, table, block_rows)
 
-    def _read_span(self, files: OpenFiles, span: Span) -> pa.Table:
-        return read_span(files.get(span.path), span, self.columns)
+    def _read_group(self, files: OpenFiles, path: str, row_group: int) -> pa.Table:
+        where = to_location(self.root) / path
+        return read_with_retries(where, lambda: files.get(path).read_row_group(row_group, self.columns))
 
     def _decode_span(self, span: Span, table: pa.Table, block_rows: int) -> Iterator[pa.Table]:
         """Yields the decoded rows of a span in blocks; a row with a missing value is bad and is not decoded."""

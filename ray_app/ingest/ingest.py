@@ -201,9 +201,7 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
             return _append(reader, options, made_from, out, run)
     if described := output.load_existing(out, made_from):
         return _summary(str(out), described, reused=True)
-    parts = reader.parts(run)
-    options = _for_tasks(options, reader, parts)
-    sides = choose_sides(parts, options, traits.divides_rows)
+    parts, options, sides = _read_parts(reader, options, run)
     with output.work_folder(out, made_from, sorted({side for part in sides.values() for side in part})) as folder:
         # Another process may have had the folder and finished it.
         if described := output.load_existing(out, made_from):
@@ -234,9 +232,7 @@ def _append(
     described = recover_addition(out, described, made_from)
     if is_added(described, "source_digest", made_from["source_digest"]):
         return _summary(str(out), described, reused=True)
-    parts = reader.parts(run)
-    options = _for_tasks(options, reader, parts)
-    sides = choose_sides(parts, options, reader.traits.divides_rows)
+    parts, options, sides = _read_parts(reader, options, run)
     if (names := sorted({side for part in sides.values() for side in part})) != sorted(described):
         raise ConfigError(f"{options.input} gives the data sets {names}; {out} has {sorted(described)}. Give the same.")
     addition, classes = make_addition(parts, described, options, out)
@@ -288,9 +284,7 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
     if not traits.has_output:
         return ingest(options)
     reader = READERS[options.source](options.input or "", options)
-    parts = reader.parts(run)
-    options = _for_tasks(options, reader, parts)
-    sides = choose_sides(parts, options, traits.divides_rows)
+    parts, options, sides = _read_parts(reader, options, run)
     described: dict[str, dict[str, Any]] = {}
     tasks = make_tasks(parts, sides, options, to_location("."), run)
     for part in parts:
@@ -301,10 +295,17 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
     return _summary(options.out, described, reused=True)
 
 
-def _for_tasks(options: IngestOptions, reader: sources.SourceReader, parts: Sequence[sources.Part]) -> IngestOptions:
-    """Returns the options with the part of the rows to hold out, and without what the reader does itself."""
+def _read_parts(
+    reader: sources.SourceReader, options: IngestOptions, run: sources.Run
+) -> tuple[list[sources.Part], IngestOptions, dict[str, tuple[str, ...]]]:
+    """Returns the data sets of a source, the options for their tasks, and the data sets that their rows go to.
+
+    The options have the part of the rows to hold out, and lack what the reader does itself.
+    """
+    parts = [replace(part, keeps_order=part.keeps_order or not options.shuffle) for part in reader.parts(run)]
     held_out = reader.held_out([part.name for part in parts])
-    return replace(options, eval_fraction=held_out, drop=reader.columns_to_drop())
+    options = replace(options, eval_fraction=held_out, drop=reader.columns_to_drop())
+    return parts, options, choose_sides(parts, options, reader.traits.divides_rows)
 
 
 def _preview_part(

@@ -148,6 +148,8 @@ class IngestOptions:
             offset count as UTC. The source is read once more, and each different value takes 16 bytes of memory.
         stratify: With eval_fraction: `eval` has this fraction of each class of the label, rounded in each input split
             to a whole row. The rows are chosen at random.
+        shuffle: Mix the rows, so that a training may read them window by window. false: they keep the order of the
+            source, for `data.shuffle: false`. Formats with images in files of their own are always mixed.
         check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
             refused here and not in training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
@@ -193,6 +195,7 @@ class IngestOptions:
     group: str | None = None
     split_by: str | None = None
     stratify: bool = False
+    shuffle: bool = True
     check: bool = True
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: NonNegativeInt = 100
@@ -298,6 +301,11 @@ RULES = (
         ", which is no group of rows; name another column.",
     ),
     Rule("split_by", lambda o: o.group, ", and group is {c.group}; rows can be divided by one of them only."),
+    Rule(
+        "shuffle",
+        lambda o: o.pack or o.source in ("images", "coco", "voc", "yolo"),
+        ", and images in files of their own and packed texts are always mixed; leave it out.",
+    ),
     Rule("stratify", lambda o: o.group or o.split_by, "; rows can be divided by it, by group or by split_by only."),
 )
 """Combinations of options that are refused."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from io import StringIO
 from os import fspath
 from typing import Any
@@ -21,19 +23,20 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
 from ray_app.config.sections import RunSection
 from ray_app.config.strategies import STRATEGIES
-from ray_app.data.dataset import open_dataset
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, open_run
 from ray_app.errors import ConfigError, NonFiniteError, RunExistsError
 from ray_app.keras.inputs import (
+    Fields,
     FitColumns,
+    RowArguments,
     fill_columns,
     first_rows,
     is_path,
-    split_arrays,
-    store_arrays,
+    is_source,
+    store_batches,
     store_program,
 )
 from ray_app.keras.strategies import Strategy, strategy_of
@@ -62,14 +65,8 @@ logger = logging.getLogger(__name__)
 
 _TASK = "ray_app.task.keras.KerasTask"
 _LINES = "ray_app.keras.fit.EpochLines"
-_BATCH_SIZE = 32
-"""Keras' default."""
 _WORKERS = "scaling.max_workers"
 _UNTRACKED = f"There is no MLflow run, since MLflow is {explain_extra('mlflow')}"
-_INPUTS, _TARGETS = ("image", "features"), ("label", "target")
-"""Names that an ingest gives columns."""
-Fields = dict[str, Any]
-"""Fields of a configuration by their dotted names."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +107,14 @@ def fit(
     callbacks: Sequence[Any] | None = None,
     validation_split: float = 0.0,
     validation_data: Any = None,
-    shuffle: bool = True,
+    shuffle: bool | str = True,
     class_weight: Mapping[int, float] | None = None,
     sample_weight: Any = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: int = 1,
+    validation_freq: int | Sequence[int] = 1,
     *,
     name: str | None = None,
     workers: int | str | None = None,
@@ -133,24 +130,31 @@ def fit(
     Args:
         model: A function that returns a compiled `keras.Model`, its import path, or the model itself, which Keras
             writes to a file with its weights.
-        x: Arrays: NumPy, torch, or several in a list or dictionary. Or the path of a data set that `ray-app ingest`
-            has written.
-        y: The targets in the same forms; with a path None.
-        batch_size: Rows of a step over all workers; by default 32.
+        x: Arrays: NumPy, torch, or several in a list or dictionary. Or what gives batches of `x`, `(x, y)` or `(x, y,
+            sample_weight)`: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`, a `tf.data.Dataset`; it is
+            read once, and written as a data set. Or the path of a data set that `ray-app ingest` has written.
+        y: The targets in the forms of arrays; with batches and a path None.
+        batch_size: Rows of a step over all workers; by default 32, as many as `steps_per_epoch` leaves to a step, or
+            the rows of the first of the batches.
         verbose: 0 shows nothing, 2 a line for each epoch, 1 and `auto` also the progress within it.
         callbacks: Callbacks of Keras, also ones of your own. They run in this process between two epochs, while all
             workers wait. What they change then (`stop_training`, the learning rate, weights) takes effect before the
             next step, is recorded, and is repeated by a resume. The methods for batches are called at the end of the
             epoch.
         validation_split: The fraction of the arrays, their last rows, that become validation data.
-        validation_data: `(x, y)`, `(x, y, sample_weight)`, or the path of a data set.
-        shuffle: True: rows are shuffled in each epoch, which cannot be switched off.
+        validation_data: `(x, y)`, `(x, y, sample_weight)`, what gives batches, or the path of a data set.
+        shuffle: Whether arrays and the rows of a `PyDataset` are shuffled in each epoch. Other batches are used in the
+            order given, unless a loader or a pipeline shuffles them. A path with False: in the order of its files.
         class_weight: The weight of each class in training.
         sample_weight: The weight of each row; with a path the name of the column.
         initial_epoch: The number of the first epoch: one of the run with `name`, which continues, or of a new run.
-        steps_per_epoch: Steps of an epoch; the next one continues with the rows after these.
+        steps_per_epoch: Steps of an epoch; the next one continues with the rows after these. Of batches without an end
+            or a length, such as those of a generator, so many are read, and are the data of each epoch.
+        validation_steps: The first batches of the validation data that are used; of a path as many rows, an equal share
+            of each part.
         validation_batch_size: Rows of one forward pass of an evaluation; by default `batch_size`.
-        validation_freq: Epochs between two evaluations.
+        validation_freq: Epochs between two evaluations, or a list of the epochs, from 1. With a list a run evaluates
+            more often, and the history has those of the list.
         name: The name of the run. A call with the name of an earlier run continues it, with more epochs, or after it
             was interrupted. By default each call is a new run.
         workers: The largest number of workers, or `all` of the cluster. A model that was
@@ -164,24 +168,7 @@ def fit(
         DataError: The data is refused.
         RayAppError: The run failed; starting it again with its name continues it.
     """
-    _refuse(
-        {
-            f"initial_epoch is {initial_epoch}, and epochs is {epochs}, the number of the last one; there is nothing to"
-            " train. Give a higher number of epochs.": initial_epoch >= epochs,
-            f"validation_steps is {validation_steps}; an evaluation uses all rows. Give fewer rows, or"
-            ' fields={"evaluate.max_rows": ...}, an equal share of all parts.': validation_steps is not None,
-            f"shuffle is {shuffle!r}; rows are shuffled in every epoch, in an order that depends on the seed alone."
-            " Leave it out.": shuffle is not True,
-            f"validation_freq is {validation_freq!r}; it must be a number of epochs.": not isinstance(
-                validation_freq, int
-            ),
-            "validation_split and validation_data are set; leave one of them out.": bool(validation_split)
-            and validation_data is not None,
-        }
-    )
-    config = library.import_keras().config
-    epochs = min(epochs, config.max_epochs() or epochs)
-    steps_per_epoch = min(filter(None, (steps_per_epoch, config.max_steps_per_epoch())), default=None)
+    epochs, steps_per_epoch = _limit_steps(initial_epoch, epochs, steps_per_epoch)
     more = dict(fields or {})
     workers_fields = _worker_fields(strategy_of(model), workers)
     has_workers = more.get("train.strategy", workers_fields["train.strategy"]) != "single"
@@ -193,7 +180,12 @@ def fit(
     if users_model is not None and not is_path(x):
         library.build_symbolically(users_model, first_rows((x, y, sample_weight)))
     name = name or _resumable_name(backup_name(callbacks), storage_path)
-    columns, data = _locate_rows(storage_path, (x, y, sample_weight), validation_split, validation_data, inputs, target)
+    console = TextConsole(file=StringIO()) if verbose in (0, 2) else TextConsole()
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    ordered = more.get("data.shuffle", shuffle)
+    validation = validation_split, validation_data, validation_steps, validation_batch_size
+    rows = storage_path, x, y, sample_weight, batch_size, ordered, steps_per_epoch, *validation
+    columns, data = RowArguments(*rows, inputs, target, say).locate()
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
     earlier = None if before is None else before.task.init_args.get("model")
     # A run that is continued counts all its epochs.
@@ -203,21 +195,20 @@ def fit(
             f"initial_epoch is {initial_epoch}, and there is no run {name!r} that could go on there. Leave name or"
             " initial_epoch out."
         )
+    # Keras' own seed decides where no field does.
+    seed = library.random_seed(Config.seed)
     init_args = {
-        "model": store_program(model, storage_path, more.get("seed", Config.seed), earlier, has_workers),
+        "model": store_program(model, storage_path, more.get("seed", seed), earlier, has_workers),
         "class_weight": None if class_weight is None else _read_class_weight(class_weight),
         **asdict(columns),
         **({"evaluate_average": True} if evaluates_average(callbacks) else {}),
     }
-    rows = _BATCH_SIZE if batch_size is None else batch_size
     settings: Fields = {
         "task": {"class_path": _TASK, "init_args": init_args},
         **data,
-        "data.global_batch_size": rows,
+        "seed": seed,
         "train.epochs": epochs - first_epoch,
-        "train.steps_per_epoch": steps_per_epoch,
-        "checkpoint.every_epochs": validation_freq,
-        "evaluate.batch_size": rows if validation_batch_size is None else validation_batch_size,
+        "checkpoint.every_epochs": _evaluation_cadence(validation_freq),
         **workers_fields,
         **({} if name is None else {"run.name": name}),
     }
@@ -230,23 +221,43 @@ def fit(
         settings |= monitored_fields(running)
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
     _refuse_other_arrays(config, before)
-    console = TextConsole(file=StringIO()) if verbose in (0, 2) else TextConsole()
     for text in [*lines, *([_UNTRACKED] if untracked else [])]:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    runner = CallbackRunner(running, users_model, first_epoch) if running else None
+        say(text)
+    is_validated = partial(_is_validated, validation_freq=validation_freq)
+    runner = CallbackRunner(running, users_model, first_epoch, is_validated) if running else None
     result, ended = _train(config, console, runner, users_model, before is not None)
     steps = stored_job(RunPaths(result.path)).steps_per_epoch
     params = {"verbose": verbose, "epochs": epochs, "steps": steps}
     if ended is not None:
-        return History(
-            ended, list(range(initial_epoch, initial_epoch + len(ended["loss"]))), params, users_model, result
-        )
-    history = _make_history(result, initial_epoch, first_epoch, params, users_model)
+        numbers = list(range(initial_epoch, initial_epoch + len(ended["loss"])))
+        return History(ended, numbers, params, users_model, result)
+    history = _make_history(result, (initial_epoch, first_epoch), params, users_model, validation_freq)
     trained = history.keras_model()
     if users_model is None:
         return replace(history, model=trained)
     _copy_state(trained, users_model)
     return history
+
+
+def _limit_steps(initial_epoch: int, epochs: int, steps_per_epoch: int | None) -> tuple[int, int | None]:
+    """Returns the number of the last epoch and the steps of an epoch, within the limits of Keras' configuration.
+
+    Raises:
+        ConfigError: There is no epoch to train.
+    """
+    config = library.import_keras().config
+    epochs = min(epochs, config.max_epochs() or epochs)
+    if initial_epoch >= epochs:
+        raise ConfigError(
+            f"initial_epoch is {initial_epoch}, and epochs is {epochs}, the number of the last one; there is nothing to"
+            " train. Give a higher number of epochs."
+        )
+    return epochs, min(filter(None, (steps_per_epoch, config.max_steps_per_epoch())), default=None)
+
+
+def _is_validated(number: int, validation_freq: int | Sequence[int]) -> bool:
+    """Returns whether Keras evaluates an epoch with a number from 1; a run also does that at its end."""
+    return number % validation_freq == 0 if isinstance(validation_freq, int) else number in validation_freq
 
 
 def _train(
@@ -342,61 +353,44 @@ def _untracked_fields(fields: Mapping[str, Any]) -> Fields:
     return {} if is_chosen or importlib.util.find_spec("mlflow") else {"tracking.enabled": False}
 
 
-def _locate_rows(
-    storage_path: str,
-    rows: Sequence[Any],
-    validation_split: float,
-    validation_data: Any,
-    inputs: Columns | None,
-    target: Columns | None,
-) -> tuple[FitColumns, Fields]:
-    """Returns the columns that the model takes, and the paths of the data, which is written if it is arrays.
-
-    Args:
-        rows: The arguments x, y and sample_weight.
-    """
-    x, y, sample_weight = rows
-    if is_path(x):
-        _refuse(
-            {
-                "y is set, and x is a path; name the column of the targets: target=.": y is not None,
-                "validation_split is set, and x is a path; ray-app ingest --eval_fraction holds rows out. Give"
-                " validation_data=.": bool(validation_split),
-            }
-        )
-        path, columns = fspath(x), _choose_columns(fspath(x), inputs, target, sample_weight)
-    else:
-        if inputs is not None or target is not None:
-            raise ConfigError("inputs and target name columns of a data set, and x is not a path. Leave them out.")
-        if validation_split:
-            rows, validation_data = split_arrays((x, y, sample_weight), validation_split)
-        columns = FitColumns.name(*rows)
-        path = store_arrays(storage_path, columns.fill(*rows))
-    data = {"data.path": path}
-    if validation_data is not None:
-        data["data.eval_path"] = _open_validation(storage_path, validation_data, columns)
-    return columns, data
-
-
 def _refuse_other_arrays(config: Config, before: Config | None) -> None:
     """Raises RunExistsError if the run of this name was trained on other rows; a folder's name is their digest."""
     if before is not None and to_location(before.data.path).name != to_location(config.data.path).name:
         raise RunExistsError(
             f"The run {config.run.name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Give"
-            " another name for a new run, or the same rows to continue it."
+            " another name for a new run, or the same rows, or that path as x, to continue it."
         )
 
 
-def _make_history(result: Result, initial_epoch: int, first_epoch: int, params: dict[str, Any], model: Any) -> History:
+def _evaluation_cadence(validation_freq: Any) -> int:
+    """Returns the epochs between two evaluations that has all epochs of `validation_freq`, which may be a list."""
+    numbers = validation_freq if isinstance(validation_freq, list | tuple) else [validation_freq]
+    if not numbers or not all(isinstance(number, int) and number > 0 for number in numbers):
+        raise ConfigError(
+            f"validation_freq is {validation_freq!r}; give the epochs between two evaluations, or a list of epochs,"
+            " counted from 1."
+        )
+    return math.gcd(*numbers)
+
+
+def _make_history(
+    result: Result,
+    first_epochs: tuple[int, int],
+    params: dict[str, Any],
+    model: Any,
+    validation_freq: int | Sequence[int],
+) -> History:
     """Returns the course of a run; warns of metrics that it has of the validation data alone.
 
     Args:
-        initial_epoch: The number of the first epoch of the course.
-        first_epoch: The number of the first epoch of the run.
+        first_epochs: The numbers of the first epochs of the course and of the run.
     """
     epochs, logs = result.epochs(), read_logs(RunPaths(result.path))
-    for epoch, values in enumerate(epochs, 1):
-        values.update(logs.get(epoch * params["steps"], {}))
+    for number, values in enumerate(epochs, 1):
+        if not _is_validated(number + first_epochs[1], validation_freq):
+            epochs[number - 1] = {name: value for name, value in values.items() if not name.startswith("val_")}
+        epochs[number - 1].update(logs.get(number * params["steps"], {}))
+    initial_epoch, first_epoch = first_epochs
     epochs = epochs[initial_epoch - first_epoch :]
     names = dict.fromkeys(name for values in epochs for name in values)
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
@@ -424,7 +418,7 @@ def evaluate(
 
     Args:
         run: The result of `fit`.
-        x: Arrays as in `fit`, or the path of a data set.
+        x: Arrays or batches as in `fit`, or the path of a data set.
         y: The targets; with a path None.
         batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
         verbose: As in Keras; nothing is printed here.
@@ -439,10 +433,11 @@ def evaluate(
     """
     del verbose
     task = _task_of(run)
-    if is_path(x):
-        data: Any = fspath(x)
+    columns = FitColumns(task.model_inputs, task.model_target, task.sample_weight)
+    if is_path(x) or is_source(x):
+        data: Any = _locate(run, x, columns)
     else:
-        data = FitColumns(task.model_inputs, task.model_target, task.sample_weight).fill(x, y, sample_weight)
+        data = columns.fill(x, y, sample_weight)
     values = run.result.evaluate(data, "newest", batch_size=batch_size)
     if return_dict:
         return dict(sorted(values.items()))
@@ -458,7 +453,7 @@ def predict(run: History, x: Any, batch_size: int | None = None, verbose: int | 
 
     Args:
         run: The result of `fit`.
-        x: Arrays as in `fit`, or the path of a data set.
+        x: Arrays or batches as in `fit`, or the path of a data set.
         batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
         verbose: As in Keras; nothing is printed here.
 
@@ -471,7 +466,10 @@ def predict(run: History, x: Any, batch_size: int | None = None, verbose: int | 
     """
     del verbose
     task = _task_of(run)
-    data: Any = fspath(x) if is_path(x) else fill_columns(task.model_inputs, x, "x")
+    if is_path(x) or is_source(x):
+        data: Any = _locate(run, x, FitColumns(task.model_inputs))
+    else:
+        data = fill_columns(task.model_inputs, x, "x")
     outputs = run.result.predict(data, "newest", batch_size=batch_size)
     if outputs.keys() == {"predicted"}:
         return outputs["predicted"]
@@ -479,10 +477,11 @@ def predict(run: History, x: Any, batch_size: int | None = None, verbose: int | 
     return list(outputs.values()) if is_list else outputs
 
 
-def _refuse(problems: Mapping[str, bool]) -> None:
-    """Raises ConfigError with all problems that apply."""
-    if applying := [problem for problem, applies in problems.items() if applies]:
-        raise ConfigError("\n".join(applying))
+def _locate(run: History, x: Any, columns: FitColumns) -> str:
+    """Returns the path of rows in their order, which are written if they come in batches."""
+    if is_path(x):
+        return fspath(x)
+    return store_batches(str(run.result.path.parent), x, "x", columns, None, False, logger.info).path
 
 
 def _task_of(run: History) -> KerasTask:
@@ -498,32 +497,6 @@ def _task_of(run: History) -> KerasTask:
         )
     assert isinstance(run.result.task, KerasTask)
     return run.result.task
-
-
-def _choose_columns(path: str, inputs: Columns | None, target: Columns | None, weights: Any) -> FitColumns:
-    """Returns the columns of a data set that a model takes; by default an ingest has named them."""
-    if weights is not None and not isinstance(weights, str):
-        raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path it is the name of a column.")
-    columns = open_dataset(path).facts.columns
-    inputs = inputs or next((name for name in _INPUTS if name in columns), None)
-    if inputs is None:
-        raise ConfigError(
-            f"{path} has the columns {', '.join(columns)}, of which none is {' or '.join(_INPUTS)}. Name the inputs and"
-            ' the target: inputs="pixels", target="digit".'
-        )
-    return FitColumns(inputs, target or next((name for name in _TARGETS if name in columns), None), weights)
-
-
-def _open_validation(storage_path: str, data: Any, columns: FitColumns) -> str:
-    """Returns the path of the validation data, which is written if it is arrays."""
-    if is_path(data):
-        return fspath(data)
-    if not isinstance(data, list | tuple) or not 1 <= len(data) <= 3:
-        raise ConfigError(
-            f"validation_data is a {type(data).__name__}; give (x, y), (x, y, sample_weight), or the path of a data"
-            " set."
-        )
-    return store_arrays(storage_path, columns.fill(*data))
 
 
 def _read_class_weight(weights: Mapping[int, float]) -> dict[int, float]:

@@ -1,6 +1,9 @@
-"""The arrays and the model of a call of `fit`, as a data set and a file that every node can read.
+"""The rows and the model of a call of `fit`, as data sets and a file that every node can read.
 
 They are below `run.storage_path`, named by a digest of their content: a later call with the same ones writes nothing.
+
+A run reads its rows again in each epoch, on any worker, and from any step on after a loss. Generators, loaders and
+pipelines cannot be read like that, so these are read once, batch by batch, and written.
 """
 
 from __future__ import annotations
@@ -8,19 +11,25 @@ from __future__ import annotations
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, islice
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ray_app.config.import_paths import is_installed, load_class
-from ray_app.errors import ConfigError
+from ray_app.data.dataset import open_dataset
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.in_memory import ingest_named_arrays, to_numbers
 from ray_app.storage.files import put_atomic, to_location
 from ray_app.task.keras import library
@@ -36,6 +45,23 @@ _FIRST_ROWS = 2
 """Number of rows with which Keras makes the weights of a model."""
 _SUFFIX = ".keras"
 _ADVICE = "Or give fit a function that returns the compiled model, in a module that workers can import."
+
+_BATCH_SIZE = 32
+"""Keras' default."""
+_INPUTS, _TARGETS = ("image", "features", "input"), ("label", "target", "output")
+"""Names that an ingest and `fit` give columns."""
+_STEPS = {"x": "steps_per_epoch", "validation_data": "validation_steps"}
+"""The argument with the number of batches by the argument with the batches."""
+_ENDLESS, _UNKNOWN = -1, -2
+"""Numbers of batches as tf.data has them."""
+_PROGRESS_S = 10.0
+_UNEVEN = "Batches differ in size, and all steps have the rows of the first. "
+_FROZEN = (
+    "What is random in a batch stays as it was read: put keras.layers.RandomFlip and the like into the model, or, for"
+    ' images of uint8, give fields={"task.init_args.transforms": [...]}.'
+)
+Fields = dict[str, Any]
+"""Fields of a configuration by their dotted names."""
 
 Arrays = dict[str, npt.NDArray]
 
@@ -59,16 +85,21 @@ class FitColumns:
         """Returns arrays by the names of their columns.
 
         Raises:
-            ConfigError: The arrays have another structure than the names.
+            ConfigError: The arrays have another structure than the names, or differ in rows, or are refused.
         """
-        columns = fill_columns(self.inputs, x, "x") | fill_columns(self.target, y, "y")
-        if not columns:
+        parts = {"x": fill_columns(self.inputs, x, "x"), "y": fill_columns(self.target, y, "y")}
+        if not (columns := parts["x"] | parts["y"]):
             raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
             raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
         if sample_weight is None:
             sample_weight = np.ones(len(next(iter(columns.values()))), np.float32)
-        return columns | fill_columns(self.sample_weight, sample_weight, "sample_weight")
+        parts["sample_weight"] = fill_columns(self.sample_weight, sample_weight, "sample_weight")
+        sizes = {argument: [len(values) for values in part.values()] for argument, part in parts.items() if part}
+        if len(set(chain(*sizes.values()))) > 1:
+            text = ", ".join(f"{argument} has {' and '.join(map(str, rows))} rows" for argument, rows in sizes.items())
+            raise ConfigError(f"The arrays differ in length: {text}. Each row needs one entry in each.")
+        return columns | parts["sample_weight"]
 
 
 def first_rows(arrays: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
@@ -86,16 +117,13 @@ def first_rows(arrays: tuple[Any, Any, Any]) -> tuple[Any, Any, Any] | None:
         return None
 
 
-def store_arrays(storage_path: str, arrays: Arrays) -> str:
-    """Writes arrays as a data set, unless it exists, and returns the path of its folder.
-
-    Raises:
-        DataError: The arrays differ in rows.
-    """
-    folder = to_location(storage_path) / SHARED_FOLDER / f"arrays-{digest_of(arrays)}"
+def store_arrays(storage_path: str, arrays: Arrays, mixes: bool = True) -> str:
+    """Writes arrays as a data set, mixed or in their order, unless it exists, and returns the path of its folder."""
+    name = f"{'arrays' if mixes else 'ordered'}-{digest_of(arrays)}"
+    folder = to_location(storage_path) / SHARED_FOLDER / name
     # An ingest gives a folder its name when it is complete.
     if not folder.exists():
-        ingest_named_arrays(str(folder), arrays)
+        ingest_named_arrays(str(folder), arrays, {} if mixes else {"shuffle": False})
     return str(folder)
 
 
@@ -120,39 +148,23 @@ def fill_columns(columns: Columns | None, values: Any, argument: str) -> Arrays:
             f"{argument} is a {type(values).__name__} of {list(arrays)}, and the model is trained with {list(names)}."
             " Give an array for each of these."
         )
-    return {name: _to_column(arrays[key], argument) for key, name in names.items()}
+    return {name: _to_column(arrays[key], f"{argument}[{key!r}]") for key, name in names.items()}
 
 
-def split_arrays(arguments: tuple[Any, Any, Any], fraction: float) -> tuple[list[Any], list[Any]]:
+def split_rows(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
     """Returns the first rows of arrays and the last ones, a fraction of all, as `validation_split` divides them.
-
-    Args:
-        arguments: The arguments x, y and sample_weight of `fit`.
 
     Raises:
         ConfigError: One of the two would have no rows.
     """
-    first = next((array for array in _flatten(list(arguments)) if array is not None), None)
-    rows = len(_to_column(first, "x"))
+    rows = len(next(iter(arrays.values())))
     split_at = math.floor(rows * (1.0 - fraction))
     if not 0 < split_at < rows:
         raise ConfigError(
             f"validation_split is {fraction} of {rows} rows; both parts need rows. Give a number between 0 and 1."
         )
-
-    def part(value: Any, argument: str, rows: slice) -> Any:
-        if isinstance(value, Mapping):
-            return {key: part(one, argument, rows) for key, one in value.items()}
-        if _is_list(value):
-            return [part(one, argument, rows) for one in value]
-        return None if value is None else _to_column(value, argument)[rows]
-
-    named = list(zip(("x", "y", "sample_weight"), arguments, strict=True))
-    first_rows, last_rows = slice(split_at), slice(split_at, None)
-    return (
-        [part(value, argument, first_rows) for argument, value in named],
-        [part(value, argument, last_rows) for argument, value in named],
-    )
+    first = {name: values[:split_at] for name, values in arrays.items()}
+    return first, {name: values[split_at:] for name, values in arrays.items()}
 
 
 def digest_of(arrays: Mapping[str, npt.NDArray]) -> str:
@@ -168,6 +180,228 @@ def digest_of(arrays: Mapping[str, npt.NDArray]) -> str:
 def is_path(x: Any) -> bool:
     """Returns whether a value names a data set or a file."""
     return isinstance(x, str | PathLike)
+
+
+@dataclass(frozen=True)
+class RowArguments:
+    """The arguments of `fit` about rows; `say` shows a line."""
+
+    storage_path: str
+    x: Any
+    y: Any
+    sample_weight: Any
+    batch_size: int | None
+    shuffle: bool | str
+    steps_per_epoch: int | None
+    validation_split: float
+    validation_data: Any
+    validation_steps: int | None
+    validation_batch_size: int | None
+    inputs: Columns | None
+    target: Columns | None
+    say: Callable[[str], None]
+
+    def locate(self) -> tuple[FitColumns, Fields]:
+        """Returns the columns that the model takes, and the fields about the data, which is written if it is no path.
+
+        Raises:
+            ConfigError: Arguments do not go together, or rows are refused.
+        """
+        self._refuse_combinations()
+        x, steps = self.x, self.steps_per_epoch
+        batch, count = self.batch_size, math.inf
+        # Keras' "batch" shuffles within batches, which have the rows of the order given.
+        mixes, evaluation = self.shuffle is True, Fields()
+        if is_path(x):
+            path, columns = fspath(x), self._choose_columns(fspath(x))
+        elif is_source(x):
+            mixes = is_shuffled(x, mixes)
+            of_source = steps if _count_batches(x) < 0 else None
+            stored = store_batches(self.storage_path, x, "x", None, of_source, mixes, self.say)
+            path, columns = stored.path, stored.columns
+            batch, count = stored.sizes[0], len(stored.sizes)
+        else:
+            others = self.validation_data[2:] if isinstance(self.validation_data, list | tuple) else ()
+            # Rows get weights of 1 where the validation data alone has weights.
+            weights = next((weights for weights in (self.sample_weight, *others) if weights is not None), None)
+            columns = FitColumns.name(x, self.y, weights)
+            arrays = columns.fill(x, self.y, self.sample_weight)
+            if self.validation_split:
+                arrays, held_out = split_rows(arrays, self.validation_split)
+                evaluation = self._store_evaluation(held_out)
+            rows = len(next(iter(arrays.values())))
+            batch = batch or (math.ceil(rows / steps) if steps else _BATCH_SIZE)
+            path, count = store_arrays(self.storage_path, arrays, mixes), math.ceil(rows / batch)
+        batch = batch or _BATCH_SIZE
+        if self.validation_data is not None:
+            evaluation = self._locate_validation(columns, batch)
+        return columns, {
+            "data.path": path,
+            "data.global_batch_size": batch,
+            **({} if mixes else {"data.shuffle": False}),
+            # An epoch of Keras ends with the rows.
+            "train.steps_per_epoch": steps if steps and steps < count else None,
+            "evaluate.batch_size": self.validation_batch_size or batch,
+            **evaluation,
+        }
+
+    def _locate_validation(self, columns: FitColumns, batch: int) -> Fields:
+        """Returns the fields about the validation data, which is written if it is no path."""
+        data, unpack = self.validation_data, library.import_keras().utils.unpack_x_y_sample_weight
+        if is_path(data):
+            rows = (self.validation_steps or 0) * (self.validation_batch_size or batch)
+            return {"data.eval_path": fspath(data), "evaluate.max_rows": rows or None}
+        if is_source(data):
+            arguments = self.storage_path, data, "validation_data", columns, self.validation_steps, True, self.say
+            return {"data.eval_path": store_batches(*arguments).path}
+        try:
+            return self._store_evaluation(columns.fill(*unpack(data)))
+        except (ConfigError, DataError, ValueError) as error:
+            raise ConfigError(f"validation_data: {error}") from error
+
+    def _store_evaluation(self, arrays: Arrays) -> Fields:
+        """Writes the rows that `validation_steps` uses; without a size of batches Keras makes them of all rows."""
+        batch = self.validation_batch_size or self.batch_size
+        rows = self.validation_steps * batch if self.validation_steps and batch else None
+        first = {name: values[:rows] for name, values in arrays.items()}
+        return {"data.eval_path": store_arrays(self.storage_path, first)}
+
+    def _refuse_combinations(self) -> None:
+        """Raises ConfigError for arguments that do not go together."""
+        has_path, has_batches = is_path(self.x), is_source(self.x)
+        kind = type(self.x).__name__
+        problems = {
+            "validation_split and validation_data are set; leave one of them out.": self.validation_split
+            and self.validation_data is not None,
+            "validation_split is for arrays. Give validation_data=; ray-app ingest --eval_fraction holds rows out.": (
+                self.validation_split and (has_path or has_batches)
+            ),
+            "y is set, and x is a path; name the column of the targets: target=.": has_path and self.y is not None,
+            "inputs and target name columns of a data set, and x is not a path. Leave them out.": not has_path
+            and (self.inputs, self.target) != (None, None),
+            **{
+                f"When providing `x` as a {kind}, `{name}` should not be passed. Instead, it should be included as part"
+                f" of the {kind}.": has_batches and getattr(self, name) is not None
+                for name in ("y", "sample_weight", "batch_size")
+            },
+        }
+        if applying := [problem for problem, applies in problems.items() if applies]:
+            raise ConfigError("\n".join(applying))
+
+    def _choose_columns(self, path: str) -> FitColumns:
+        """Returns the columns of a data set that a model takes; by default an ingest has named them."""
+        weights = self.sample_weight
+        if weights is not None and not isinstance(weights, str):
+            raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path it is the name of a column.")
+        columns = open_dataset(path).facts.columns
+        inputs = self.inputs or next((name for name in _INPUTS if name in columns), None)
+        if inputs is None:
+            raise ConfigError(
+                f"{path} has the columns {', '.join(columns)}, of which none is {' or '.join(_INPUTS)}. Name the inputs"
+                ' and the target: inputs="pixels", target="digit".'
+            )
+        return FitColumns(inputs, self.target or next((name for name in _TARGETS if name in columns), None), weights)
+
+
+def is_source(x: Any) -> bool:
+    """Returns whether a value gives batches of rows, as opposed to arrays, structures of arrays, and paths."""
+    is_rows = x is None or is_path(x) or isinstance(x, list | tuple | Mapping) or hasattr(x, "shape")
+    return not is_rows and isinstance(x, Iterable)
+
+
+def is_shuffled(x: Any, shuffle: bool) -> bool:
+    """Returns whether Keras uses the rows of a source in another order in each epoch.
+
+    Keras shuffles a `PyDataset` that ends; loaders and pipelines have a part that shuffles.
+    """
+    if isinstance(x, library.import_keras().utils.PyDataset):
+        return shuffle and _count_batches(x) >= 0
+    if isinstance(x, DataLoader):
+        sampler = getattr(x.batch_sampler, "sampler", x.sampler)
+        return not isinstance(x.dataset, IterableDataset) and not isinstance(sampler, SequentialSampler)
+    # The datasets of tf.data and grain that this one is made of.
+    inputs = [getattr(x, "_input_dataset", None), *getattr(x, "_parents", ())]
+    return "Shuffle" in type(x).__name__ or any(is_shuffled(one, shuffle) for one in inputs if one is not None)
+
+
+def _count_batches(x: Any) -> int:
+    """Returns the number of batches of a source, `_ENDLESS`, or `_UNKNOWN` if only reading tells."""
+    if isinstance(x, library.import_keras().utils.PyDataset):
+        return _ENDLESS if x.num_batches is None else int(x.num_batches)
+    try:
+        return int(x.cardinality()) if hasattr(x, "cardinality") else len(x)
+    except (TypeError, NotImplementedError):
+        return _UNKNOWN
+
+
+class StoredBatches(NamedTuple):
+    """A data set with the rows of a source, its columns, and the rows of each batch."""
+
+    path: str
+    columns: FitColumns
+    sizes: list[int]
+
+
+def store_batches(
+    storage_path: str,
+    x: Any,
+    name: str,
+    columns: FitColumns | None,
+    steps: int | None,
+    mixes: bool,
+    say: Callable[[str], None],
+) -> StoredBatches:
+    """Reads a source once, a batch at a time, and writes its rows as a data set, mixed or in their order.
+
+    Args:
+        name: The argument of `fit`.
+        columns: The columns of the training; None for the training itself, of which the first batch names them.
+        steps: The batches to read; None for all.
+
+    Raises:
+        ConfigError: The source never ends, or has no batch, or a batch is refused.
+    """
+    if steps is None and _count_batches(x) == _ENDLESS:
+        raise ConfigError(f"{name} is a {type(x).__name__} without an end. Give {_STEPS[name]}, the batches to read.")
+    unpack = library.import_keras().utils.unpack_x_y_sample_weight
+    sizes, rows = list[int](), dict[str, tuple[np.dtype, tuple[int, ...]]]()
+    shown_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ray_app-batches-") as folder, ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for batch in islice(x.as_numpy_iterator() if hasattr(x, "as_numpy_iterator") else x, steps):
+            try:
+                values = unpack(batch)
+                columns = columns or FitColumns.name(*values)
+                arrays = columns.fill(*values)
+                kinds = {column: (array.dtype, array.shape[1:]) for column, array in arrays.items()}
+                if (rows := rows or kinds) != kinds:
+                    raise ConfigError(
+                        f"Types and shapes of rows are {kinds}, and {rows} before. Pad rows to one length."
+                    )
+            except (ConfigError, DataError, ValueError) as error:
+                raise ConfigError(f"{name}, batch {len(sizes)}, counted from 0: {error}") from error
+            files = files or {column: stack.enter_context((Path(folder) / column).open("wb")) for column in arrays}
+            for column, array in arrays.items():
+                files[column].write(array.tobytes())
+            sizes.append(len(array))
+            if time.monotonic() - shown_s > _PROGRESS_S:
+                shown_s = time.monotonic()
+                advice = "" if steps else f" One without an end needs {_STEPS[name]}."
+                say(f"{name}: {sum(sizes):,} rows in {len(sizes):,} batches were read so far.{advice}")
+        if columns is None or not sizes:
+            raise ConfigError(f"{name} is a {type(x).__name__} without a batch; what was read before is at its end.")
+        stack.close()
+        whole = Arrays()
+        for column, (dtype, shape) in rows.items():
+            whole[column] = np.memmap(Path(folder) / column, dtype, "r", shape=(sum(sizes), *shape))
+        path = store_arrays(storage_path, whole, mixes)
+    order = "" if name != "x" else ", each in another order" if mixes else ", in the order given"
+    is_uneven = any(size != sizes[0] for size in sizes[:-1]) or sizes[-1] > sizes[0]
+    say(
+        f"{name}: {sum(sizes):,} rows in {len(sizes):,} batches were read once, and are in {path}. All epochs use"
+        f" them{order}. {_UNEVEN if is_uneven else ''}{_FROZEN}"
+    )
+    return StoredBatches(path, columns, sizes)
 
 
 def store_program(model: Any, storage_path: str, seed: int, before: Any = None, has_workers: bool = True) -> str | Spec:
@@ -266,13 +500,6 @@ def _is_list(values: Any) -> bool:
     return isinstance(values, list | tuple)
 
 
-def _flatten(values: Any) -> list[Any]:
-    """Returns the arrays of a structure in their order."""
-    if isinstance(values, Mapping):
-        values = list(values.values())
-    return [array for value in values for array in _flatten(value)] if _is_list(values) else [values]
-
-
 def _name_columns(prefix: str, values: Any) -> Columns:
     """Returns names of columns in the structure of arrays, such as input_0 and input_1."""
     if isinstance(values, Mapping):
@@ -281,23 +508,40 @@ def _name_columns(prefix: str, values: Any) -> Columns:
 
 
 def _to_column(values: Any, argument: str) -> npt.NDArray:
-    """Returns an array as a column of a data set; floats become float32, as `Model.fit` makes them."""
+    """Returns an array as a column of a data set; floats become float32, as `Model.fit` makes them.
+
+    Args:
+        argument: What the user calls the array, such as `y` or `x['size']`.
+
+    Raises:
+        ConfigError: It is no array of rows, or a number is not finite.
+        DataError: It is no array of numbers.
+    """
     if isinstance(values, torch.Tensor):
         # NumPy has no bfloat16.
         values = (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     if not hasattr(values, "__array__") or not np.ndim(values):
+        several = "" if argument.startswith("sample_weight") else ", several in a list or a dictionary"
         raise ConfigError(
-            f"{argument} has a {type(values).__name__}, and fit takes arrays of rows: NumPy, torch, or several in a"
-            " list or a dictionary. Rows that come from a generator, a loader or tf.data are read again in every epoch"
-            " and after a loss of a worker, so write them once: as arrays, or as a data set (ray-app ingest), whose"
-            " path fit takes, too."
+            f"{argument} is a {type(values).__name__}, and fit takes arrays of rows (NumPy, torch, pandas){several}; or"
+            " as x alone what gives batches of x, (x, y) or (x, y, sample_weight): a keras.utils.PyDataset, a"
+            " generator, a DataLoader, a tf.data.Dataset."
         )
     array = to_numbers(argument, values)
+    if not len(array):
+        raise ConfigError(f"{argument} has no rows, an array of shape {array.shape}. Give at least one row.")
     if array.dtype.kind == "f":
-        return array.astype(np.float32, copy=False)
+        array = array.astype(np.float32, copy=False)
+        if not (is_finite := np.isfinite(array)).all():
+            row = int(np.argmin(is_finite.reshape(len(array), -1).all(1)))
+            raise ConfigError(
+                f"{argument} is NaN or infinite as float32 in row {row}, counted from 0. A run stops at such a row:"
+                " correct it, or leave it out."
+            )
+        return array
     # Columns of uint8 with these axes are images: the channels of inputs are their last axis, and targets are numbers.
     is_image = array.dtype == np.uint8 and array.ndim in (3, 4)
-    if is_image and argument == "y":
+    if is_image and argument.startswith("y"):
         return array.astype(np.int32)
     if is_image and array.ndim == 4 and library.import_keras().config.image_data_format() == "channels_first":
         return array.astype(np.float32)

@@ -7,6 +7,8 @@
    one.
 4. Step k of the epoch is the k-th micro-batch of every stream.
 
+Without `shuffle` the streams of `row` take turns instead, so that step k has the k-th global batch of the manifest.
+
 Memory and time grow with row groups and windows in use, never with rows; any position is reached directly. `Cursor` is
 the whole position of a run in its data.
 
@@ -200,6 +202,8 @@ class Plan:
         by_length: The field, the lengths of which decide how the rows of a window are put into micro-batches
             (`order_by_length`). The reader of the rows does that, so the plan does not say which of the window's rows
             a step has.
+        shuffle: Whether rows are shuffled. Otherwise every epoch has them in the order of the manifest; with `row` step
+            k has the k-th `global_batch_size` rows, of which each logical worker has consecutive ones.
     """
 
     manifest: Manifest
@@ -211,6 +215,7 @@ class Plan:
     shard: Literal["row", "file", "off"] = "row"
     classes: Classes | None = None
     by_length: str | None = None
+    shuffle: bool = True
 
     @cached_property
     def micro_batch(self) -> int:
@@ -306,6 +311,8 @@ class EpochOrder:
     def _order_groups(self, base: int) -> Int64:
         """Returns the row groups in the order of a key, shape (row groups,)."""
         manifest = self.plan.manifest
+        if not self.plan.shuffle:
+            return np.arange(manifest.num_row_groups)
         identity = mix_array(manifest.path_hash[manifest.file_of]) + manifest.index_in_file.astype(np.uint64)
         return np.argsort(hash_array(base, identity), kind="stable")
 
@@ -348,18 +355,32 @@ class EpochOrder:
         low, high = (min(length, w * plan.window_rows) for w in (window, window + 1))
         return start + low, start + high
 
+    def _ranges(self, logical_worker: int, window: int) -> list[tuple[int, int]]:
+        """Returns the ranges [start, stop) of rows that form a window, as `window_range` counts them."""
+        plan = self.plan
+        if plan.shuffle or plan.shard != "row" or plan.logical_workers == 1:
+            return [self.window_range(logical_worker, window)]
+        ranges = []
+        first = window * plan.steps_per_window
+        for step in range(first, min(first + plan.steps_per_window, plan.steps_per_epoch)):
+            rows = plan.rows_of_step(step)
+            start = step * plan.global_batch_size + sum(rows[:logical_worker])
+            ranges.append((start, start + rows[logical_worker]))
+        return ranges
+
     def _parts(self, logical_worker: int, window: int) -> list[Segment]:
         """Returns the parts of row groups that form a window; if rows are repeated, counted with the repetitions."""
-        start, stop = self.window_range(logical_worker, window)
         order, starts = self._stream(logical_worker)
         parts = []
-        index = int(np.searchsorted(starts, start, side="right")) - 1
-        while start < stop:
-            take = min(stop, int(starts[index + 1])) - start
-            if take > 0:
-                parts.append(Segment(int(order[index]), start - int(starts[index]), take))
-            start += take
-            index += 1
+        for row, stop in self._ranges(logical_worker, window):
+            start = row
+            index = int(np.searchsorted(starts, start, side="right")) - 1
+            while start < stop:
+                take = min(stop, int(starts[index + 1])) - start
+                if take > 0:
+                    parts.append(Segment(int(order[index]), start - int(starts[index]), take))
+                start += take
+                index += 1
         return parts
 
     def window_segments(self, logical_worker: int, window: int) -> list[Segment]:
@@ -380,8 +401,10 @@ class EpochOrder:
         return rows, np.arange(part.first, part.first + part.rows) - first_use[rows]
 
     def _shuffle(self, logical_worker: int, window: int) -> Int64:
-        """Returns the shuffled indices of a window's rows, with repetitions."""
+        """Returns the indices of a window's rows, with repetitions, in the order in which they are used."""
         start, stop = self.window_range(logical_worker, window)
+        if not self.plan.shuffle:
+            return np.arange(stop - start)
         return permutation(key(_WINDOW, self.plan.seed, self.epoch, logical_worker, window), stop - start)
 
     def window_order(self, logical_worker: int, window: int) -> Int64:

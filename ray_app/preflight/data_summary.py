@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ray_app.config.config import Config
-from ray_app.data.dataset import Dataset
+from ray_app.data.dataset import Dataset, read_description
 from ray_app.errors import join_names
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.plan.order import Plan
+from ray_app.storage.files import to_location
 from ray_app.task.base import Task
 
 _MAX_NAMED = 20
@@ -75,7 +76,16 @@ def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
 
 
 def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
-    """Returns a warning if data looks sorted by class, which shuffle windows mix badly, by its Parquet footers."""
+    """Returns a warning if data looks sorted by class, which shuffle windows mix badly, by its Parquet footers.
+
+    Or if rows are to keep their order, and an ingest has mixed them.
+    """
+    if not config.data.shuffle:
+        made_from = (read_description(to_location(dataset.root)) or {}).get("made_from")
+        text = f"data.shuffle is false, and ray-app ingest has mixed the rows of {config.data.path}: they come in that"
+        text += " order. For the order of the source ingest it again with --shuffle false."
+        options = made_from["options"] if made_from else {"shuffle": False}
+        return [text] if options.get("shuffle", True) and options["source"] != "digits" else []
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
     window, name = plan.window_rows, config.data.balance_by or "label"
     facts = dataset.facts.columns.get(name)

@@ -102,6 +102,7 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
         data.shard,
         classes,
         data.by_length,
+        data.shuffle,
     )
     if not plan.steps_per_epoch:
         raise DataError(

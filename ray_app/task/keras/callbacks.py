@@ -7,7 +7,7 @@ effect on all workers before the next step. A few callbacks do what every run do
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,18 @@ class CallbackRunner:
         callbacks: The callbacks.
         model: The model that callbacks get as `self.model`; None: a model of the task.
         first_epoch: Number of the first epoch, from 0.
+        is_validated: Returns whether callbacks get the evaluation of an epoch, by its number from 1.
     """
 
-    def __init__(self, callbacks: Sequence[Any], model: Any = None, first_epoch: int = 0) -> None:
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        model: Any = None,
+        first_epoch: int = 0,
+        is_validated: Callable[[int], bool] = lambda number: True,
+    ) -> None:
         self._callbacks, self._model = list(callbacks), model
-        self._first_epoch = first_epoch
+        self._first_epoch, self._is_validated = first_epoch, is_validated
         keras = library.import_keras()
         self._history = keras.callbacks.History()
         self._list: Any = None
@@ -165,13 +172,14 @@ class CallbackRunner:
         logs: dict[str, float] = {}
         if end.step and not end.has_ended:
             self._repeat_batches(end.batches)
-            if end.scores is not None:
+            evaluation = end.scores if self._is_validated(epoch + 1) else None
+            if evaluation is not None:
                 self._list.on_test_begin()
                 for number in range(end.eval_batches):
                     self._list.on_test_batch_begin(number)
-                    self._list.on_test_batch_end(number, dict(end.scores))
-                self._list.on_test_end(dict(end.scores))
-            scores = {f"{_VALIDATION}{name}": value for name, value in (end.scores or {}).items()}
+                    self._list.on_test_batch_end(number, dict(evaluation))
+                self._list.on_test_end(dict(evaluation))
+            scores = {f"{_VALIDATION}{name}": value for name, value in (evaluation or {}).items()}
             logs = {**end.logs, **scores}
             self._list.on_epoch_end(epoch, logs)
         stops = bool(model.stop_training)

@@ -40,6 +40,8 @@ _NAME_COUNTERS = "object_name_uids"
 """Keras' global attribute that counts the names of layers of this thread: dense, dense_1, ..."""
 _GLOBAL_GENERATOR = "global_seed_generator"
 """Keras' global attribute with the generator of random numbers that get no seed."""
+_RANDOM_SEED = "global_random_seed"
+"""Keras' global attribute with the seed of `keras.utils.set_random_seed`."""
 _MAX_SEED = 2**31
 
 
@@ -106,6 +108,12 @@ def _global_state() -> Any:
     from keras.src.backend.common import global_state
 
     return global_state
+
+
+def random_seed(default: int) -> int:
+    """Returns the seed that `keras.utils.set_random_seed` has set in this thread."""
+    seed = _global_state().get_global_attribute(_RANDOM_SEED)
+    return default if seed is None else int(seed)
 
 
 @contextmanager

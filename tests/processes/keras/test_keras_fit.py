@@ -294,25 +294,21 @@ def test_a_model_with_other_weights_continues_the_run_of_its_name(tmp_path: Path
         fit_here(tmp_path, get_regression(loss=keras.losses.Huber(0.5)), x, y, epochs=3, name="a")
 
 
-ROWS_OF_A_GENERATOR = (row for row in ())
-
-
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
         ("uncompiled", {}, "not compiled"),
         ("own_step", {}, "train_step of its own"),
-        ("plain", {"x": ROWS_OF_A_GENERATOR, "y": None}, "generator, and fit takes arrays"),
         ("plain", {"initial_epoch": 1}, "there is nothing to train"),
         ("plain", {"initial_epoch": 1, "epochs": 2, "name": "new"}, "there is no run 'new' that could go on"),
-        ("plain", {"shuffle": False}, "shuffled in every epoch"),
-        ("plain", {"validation_steps": 3}, "evaluate.max_rows"),
         ("plain", {"validation_split": 0.99}, "both parts need rows"),
         ("plain", {"validation_split": 0.5, "validation_data": images()}, "leave one of them out"),
-        ("plain", {"validation_data": images()[0]}, "validation_data is a ndarray"),
+        ("plain", {"validation_data": images()[0]}, "validation_data: y is a NoneType"),
+        ("plain", {"validation_data": (*images(), None, None)}, "validation_data: Data is expected to be in format"),
+        ("plain", {"validation_freq": "often"}, "validation_freq is 'often'"),
         ("plain", {"inputs": "image"}, "x is not a path"),
         ("plain", {"batch_size": 7, "workers": 2}, "global_batch_size"),
-        ("plain", {"batch_size": 0}, "data.global_batch_size is 0"),
+        ("plain", {"batch_size": -1}, "data.global_batch_size is -1"),
         ("plain", {"class_weight": {"cat": 2.0}}, "class_weight is {'cat': 2.0}"),
         ("plain", {"fields": {"train.speed": 1}}, "train.speed"),
         ("plain", {"fields": {"train.strategy": "x"}, "validation_data": images()}, "train.strategy is x"),

@@ -91,6 +91,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tracking.registered_model", {"tracking__registered_model": "m"}, {"tracking__enabled": False}),
     ("tracking.registered_model", {"tracking__registered_model": "m"}, {"tracking__registered_model": "a/b"}),
     ("data.balance_by", {"data__balance_by": "label"}, {"data__shard": "file"}),
+    ("data.shuffle", {"data__shuffle": False}, {"data__by_length": "tokens"}),
     ("data.cache_dir", {"data__cache": "disk", "data__cache_dir": "/scratch"}, {"data__cache": "none"}),
     ("data.reader_threads", {"data__reader_threads": 2}, {"data__cache": "memory"}),
 ]

@@ -41,6 +41,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("column_names", {"column_names": ["a"]}, {"column_names": ["a", "a"]}),
     ("group", {"group": "a", "label": "k"}, {"label": "a"}),
     ("split_by", {"split_by": "a"}, {"group": "b"}),
+    ("shuffle", {"shuffle": False}, {"pack": 8, "tokenizer": "t.json"}),
+    ("shuffle", {"shuffle": False}, {"source": "coco"}),
     ("stratify", {"stratify": True}, {"group": "b"}),
 ]
 

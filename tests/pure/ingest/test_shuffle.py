@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.data.reader import SliceReader, Span, plan_reads
-from ray_app.errors import DataError
+from ray_app.errors import ConfigError, DataError
 from ray_app.ingest import shuffle
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.manifest import ReadRules
@@ -58,6 +59,29 @@ def test_the_mixed_order_depends_on_the_rows_alone(tmp_path: Path, monkeypatch: 
         ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), split_bytes=split_bytes))
         outputs.append((tmp_path / str(number) / "part-00000.parquet").read_bytes())
     assert outputs[0] == outputs[1]
+
+
+def test_rows_that_are_not_mixed_keep_the_order_of_the_source(tmp_path: Path) -> None:
+    """Also over several input splits, files and row groups."""
+    (tmp_path / "in").mkdir()
+    for i in range(3):
+        (tmp_path / "in" / f"{i}.csv").write_text("a\n" + "".join(f"{i * 900 + j}\n" for j in range(900)))
+    options = IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "in"), split_bytes=1, shard_rows=700)
+    ingest(replace(options, shuffle=False))
+    dataset = open_dataset(str(tmp_path / "out"))
+    assert dataset.manifest.num_row_groups > len(dataset.manifest.paths) > 3
+    tables = [pq.read_table(tmp_path / "out" / path) for path in dataset.manifest.paths]
+    assert pa.concat_tables(tables)["a"].to_pylist() == list(range(2700))
+    with pytest.raises(ConfigError, match="other options: shuffle False, now True"):
+        ingest(options)
+    ingest(replace(options, out=str(tmp_path / "mixed")))
+    config = Config().replace(data__shuffle=False)
+    warnings = []
+    for name in ("out", "mixed"):
+        dataset = open_dataset(str(tmp_path / name))
+        warnings.append(shuffle_warnings(config, dataset, Plan(dataset.manifest, 0, 1, 8, 8)))
+    assert not warnings[0]
+    assert "ray-app ingest has mixed" in warnings[1][0]
 
 
 def count_rows_read_and_needed(dataset: Dataset, monkeypatch: pytest.MonkeyPatch, task_rows: int) -> tuple[int, int]:

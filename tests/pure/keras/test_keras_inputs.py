@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ray_app.errors import ConfigError
-from ray_app.keras.inputs import FitColumns, split_arrays, store_program
+from ray_app.errors import ConfigError, DataError
+from ray_app.keras.inputs import FitColumns, split_rows, store_program
 from ray_app.task.keras.library import import_keras
 from ray_app.task.keras.program import load_saved, load_stored
 
@@ -52,17 +52,36 @@ def test_divided_targets_have_the_types_of_undivided_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(keras.config, "image_data_format", lambda: "channels_first")
     x, y = np.zeros((4, 3, 8, 8), np.uint8), np.ones((4, 1, 8, 8), np.uint8)
     whole = FitColumns("x", "y").fill(x, y)
-    for rows in split_arrays((x, y, None), 0.5):
-        columns = FitColumns("x", "y").fill(*rows)
-        assert {name: values.dtype for name, values in columns.items()} == {
-            name: values.dtype for name, values in whole.items()
+    for columns in split_rows(whole, 0.5):
+        assert {name: (len(values), values.dtype) for name, values in columns.items()} == {
+            "x": (2, np.float32),
+            "y": (2, np.int32),
         }
 
 
-@pytest.mark.parametrize("x", [(row for row in ()), np.float32(3), None])
-def test_rows_that_are_no_arrays_cannot_be_divided(x: Any) -> None:
-    with pytest.raises(ConfigError, match="fit takes arrays of rows"):
-        split_arrays((x, None, None), 0.5)
+NAN = np.array([[0.0], [1.0], [np.nan]])
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "weights", "message"),
+    [
+        (np.float32(3), None, None, "x is a float32, and fit takes arrays of rows"),
+        (None, None, None, "x is a NoneType, and fit takes arrays of rows"),
+        (NAN, None, None, "x is NaN or infinite as float32 in row 2, counted from 0"),
+        ({"a": NAN[:2], "b": NAN}, None, None, r"x\['b'\] is NaN .* row 2"),
+        (NAN[:2], np.array([1e300, 0]), None, "y is NaN or infinite as float32 in row 0"),
+        (NAN[:2], NAN[:1], None, "x has 2 rows, y has 1 rows"),
+        ([NAN[:2], NAN[:1]], NAN[:2], None, "x has 2 and 1 rows, y has 2 rows"),
+        (NAN[:2], NAN[:2], np.ones(3), "y has 2 rows, sample_weight has 3 rows"),
+        (NAN[:2], NAN[:2], [1.0, 2.0], "sample_weight is a list, and fit takes arrays"),
+        (NAN[:0], NAN[:0], None, r"x has no rows, an array of shape \(0, 1\)"),
+        (np.array(["a", None]), None, None, "x: an array of object"),
+        (np.array([{}, {}]), None, None, "x: an array of object"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named_by_argument_and_row(x: Any, y: Any, weights: Any, message: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=message):
+        FitColumns.name(x, y, weights).fill(x, y, weights)
 
 
 def test_inputs_without_an_array_are_refused() -> None:

@@ -1,6 +1,7 @@
 """The plan has every row once, for any shape of data and any number of logical workers, and never changes."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,6 +157,21 @@ def test_the_mixer_is_splitmix64() -> None:
     states = [(1234567 + i * 0x9E3779B97F4A7C15) % 2**64 for i in range(len(reference))]
     assert [hashing.mix(state) for state in states] == reference
     assert hashing.mix_array(np.array(states, np.uint64)).tolist() == reference
+
+
+@given(plans(), st.integers(0, 3))
+@settings(max_examples=100, deadline=None)
+def test_without_shuffling_a_step_has_the_next_rows_of_the_manifest(shuffled: Plan, epoch: int) -> None:
+    plan = replace(shuffled, shuffle=False)
+    order, batch = plan.epoch(epoch), plan.global_batch_size
+    for step in range(plan.steps_per_epoch):
+        rows = [order.rows_at(v, step) for v in range(plan.logical_workers)]
+        assert [len(part) for part in rows] == shuffled.rows_of_step(step)
+        end = min((step + 1) * batch, plan.manifest.num_rows)
+        assert np.concatenate(rows).tolist() == list(range(step * batch, end))
+        for v, part in enumerate(rows):
+            window = step // plan.steps_per_window
+            assert set(part.tolist()) <= set(order.stored_positions(v, window).tolist())
 
 
 def test_a_window_reads_no_empty_segment() -> None:
