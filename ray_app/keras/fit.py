@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from io import StringIO
 from os import fspath
@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from ray_app.cli.launch import Group
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
 from ray_app.config.sections import RunSection
@@ -27,7 +28,9 @@ from ray_app.driver.finalize import stored_job
 from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import Faults, open_run
+from ray_app.driver.trained_run import load_trained_job
 from ray_app.errors import ConfigError, NonFiniteError, RunExistsError
+from ray_app.keras.history import History, copy_state, is_validated, make_history
 from ray_app.keras.inputs import (
     Fields,
     FitColumns,
@@ -48,7 +51,6 @@ from ray_app.task.keras import library
 from ray_app.task.keras.callbacks import (
     CallbackRunner,
     backup_name,
-    copy_weights,
     evaluates_average,
     monitored_fields,
     refuse_batch_saves,
@@ -57,44 +59,14 @@ from ray_app.task.keras.callbacks import (
 from ray_app.task.keras.module import KerasModule
 from ray_app.task.keras.program import hold
 from ray_app.task.keras.task import Columns, KerasTask
-from ray_app.train.interventions import read_logs
 from ray_app.train.job import Hooks
-from ray_app.watch.observers import Observer
 
 logger = logging.getLogger(__name__)
 
 _TASK = "ray_app.task.keras.KerasTask"
-_LINES = "ray_app.keras.fit.EpochLines"
+_LINES = "ray_app.keras.history.EpochLines"
 _WORKERS = "scaling.max_workers"
 _UNTRACKED = f"There is no MLflow run, since MLflow is {explain_extra('mlflow')}"
-
-
-@dataclass(frozen=True)
-class History:
-    """The course of a run by epoch, as `Model.fit` returns it, and the run itself.
-
-    Args:
-        history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
-            their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
-            only the latter.
-        epoch: The numbers of the epochs, from 0.
-        params: The numbers of epochs and steps, and how much is shown.
-        model: The model that was given, with the trained weights; for a function the model that it has returned.
-        result: The run.
-    """
-
-    history: dict[str, list[float]]
-    epoch: list[int]
-    params: dict[str, Any]
-    model: Any = field(repr=False)
-    result: Result = field(repr=False)
-
-    def keras_model(self) -> Any:
-        """Returns the trained `keras.Model`, read from the run, its optimizer with the state of training."""
-        model = self.result.keras_model("newest")
-        # With `use_ema` the weights become their average at the end of training.
-        model.optimizer.finalize_variable_values(model.trainable_variables)
-        return model
 
 
 def fit(
@@ -124,7 +96,8 @@ def fit(
 ) -> History:
     """Trains a compiled Keras model as a run, with the arguments of `keras.Model.fit`.
 
-    A model, as opposed to a function, has the trained weights afterwards, and its optimizer the state of training, as
+    In another process of `TF_CONFIG` than the chief's it waits for the chief's run, and returns the course of that. A
+    model, as opposed to a function, has the trained weights afterwards, and its optimizer the state of training, as
     `Model.fit` leaves them: another call continues with both.
 
     Args:
@@ -168,9 +141,12 @@ def fit(
         DataError: The data is refused.
         RayAppError: The run failed; starting it again with its name continues it.
     """
+    strategy = strategy_of(model)
+    if strategy is not None and strategy.group is not None and strategy.group.machines.rank:
+        return _follow_run(strategy.group, model)
     epochs, steps_per_epoch = _limit_steps(initial_epoch, epochs, steps_per_epoch)
     more = dict(fields or {})
-    workers_fields = _worker_fields(strategy_of(model), workers)
+    workers_fields = _worker_fields(strategy, workers)
     has_workers = more.get("train.strategy", workers_fields["train.strategy"]) != "single"
     storage_path = more.get("run.storage_path", RunSection.storage_path)
     running, lines = running_callbacks(callbacks)
@@ -217,26 +193,52 @@ def fit(
         lines_of_epochs = {"epochs": epochs, "first_epoch": first_epoch, "validates": "data.eval_path" in settings}
         more["observers"] = [*more.get("observers", []), {"class_path": _LINES, "init_args": lines_of_epochs}]
     if "data.eval_path" in settings:
-        settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
-        settings |= monitored_fields(running)
+        # With an `evaluator` in `TF_CONFIG` the strategy has said where.
+        settings = _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs) | settings
+        settings |= {"evaluate.where": "workers", **monitored_fields(running)} if running else {}
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
     _refuse_other_arrays(config, before)
     for text in [*lines, *([_UNTRACKED] if untracked else [])]:
         say(text)
-    is_validated = partial(_is_validated, validation_freq=validation_freq)
-    runner = CallbackRunner(running, users_model, first_epoch, is_validated) if running else None
+    validated = partial(is_validated, validation_freq=validation_freq)
+    runner = CallbackRunner(running, users_model, first_epoch, validated) if running else None
     result, ended = _train(config, console, runner, users_model, before is not None)
     steps = stored_job(RunPaths(result.path)).steps_per_epoch
     params = {"verbose": verbose, "epochs": epochs, "steps": steps}
     if ended is not None:
         numbers = list(range(initial_epoch, initial_epoch + len(ended["loss"])))
         return History(ended, numbers, params, users_model, result)
-    history = _make_history(result, (initial_epoch, first_epoch), params, users_model, validation_freq)
+    history = make_history(result, (initial_epoch, first_epoch), params, users_model, validation_freq)
+    if strategy is not None and strategy.group is not None:
+        course = {"history": history.history, "epoch": history.epoch, "params": params}
+        strategy.group.broadcast({"path": str(history.result.path), "course": course})
+    return _give_state(history, users_model)
+
+
+def _give_state(history: History, users_model: Any) -> History:
+    """Gives the model of the user, if there is one, the state of training, and returns the history with a model."""
     trained = history.keras_model()
     if users_model is None:
         return replace(history, model=trained)
-    _copy_state(trained, users_model)
+    copy_state(trained, users_model)
     return history
+
+
+def _follow_run(group: Group, model: Any) -> History:
+    """Waits for the run of the chief, gives a model its weights, and returns its course.
+
+    Raises:
+        RayAppError: The chief's program has ended before.
+        SystemExit: This machine cannot read the run's folder.
+    """
+    run = group.broadcast(None)
+    paths = RunPaths(to_location(run["path"]))
+    if (summary := read_json(paths.summary)) is None:
+        print(f"The run has ended. This machine does not have its folder, {run['path']}, so this program ends, too.")
+        raise SystemExit(0)
+    users_model = model if isinstance(model, library.import_keras().Model) else None
+    result = Result(paths.root, summary, load_trained_job(paths).task)
+    return _give_state(History(**run["course"], model=users_model, result=result), users_model)
 
 
 def _limit_steps(initial_epoch: int, epochs: int, steps_per_epoch: int | None) -> tuple[int, int | None]:
@@ -253,11 +255,6 @@ def _limit_steps(initial_epoch: int, epochs: int, steps_per_epoch: int | None) -
             " train. Give a higher number of epochs."
         )
     return epochs, min(filter(None, (steps_per_epoch, config.max_steps_per_epoch())), default=None)
-
-
-def _is_validated(number: int, validation_freq: int | Sequence[int]) -> bool:
-    """Returns whether Keras evaluates an epoch with a number from 1; a run also does that at its end."""
-    return number % validation_freq == 0 if isinstance(validation_freq, int) else number in validation_freq
 
 
 def _train(
@@ -310,43 +307,6 @@ def _resumable_name(name: str | None, storage_path: str) -> str | None:
     return numbered
 
 
-class EpochLines(Observer):
-    """Prints a line for each epoch, as Keras does.
-
-    Args:
-        epochs: Number of the last epoch.
-        first_epoch: Number of the first epoch of the run, from 0.
-        validates: Whether epochs are evaluated; a line waits for the evaluation then.
-    """
-
-    def __init__(self, epochs: int, first_epoch: int, validates: bool) -> None:
-        self._epochs, self._first_epoch = epochs, first_epoch
-        self._validates = validates
-        self._waiting: dict[int, str] = {}
-
-    def epoch_ended(self, epoch: int, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Prints the line of an epoch, or keeps it until the evaluation has come."""
-        number = self._first_epoch + epoch + 1
-        self._waiting[step] = f"Epoch {number}/{self._epochs} - {seconds:.1f}s{_format_values(metrics)}"
-        if not self._validates:
-            self.evaluated(step, {})
-
-    def evaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints the line of the epoch that ends with a step, and of earlier ones that were not evaluated."""
-        for earlier in sorted(number for number in self._waiting if number <= step):
-            scores = {f"val_{name}": value for name, value in metrics.items()} if earlier == step else {}
-            print(f"{self._waiting.pop(earlier)}{_format_values(scores)}", flush=True)
-
-    def ended(self, status: str, summary: dict[str, Any]) -> None:
-        """Prints the lines of epochs without an evaluation."""
-        del status, summary
-        self.evaluated(max(self._waiting, default=0), {})
-
-
-def _format_values(values: Mapping[str, float]) -> str:
-    return "".join(f" - {name}: {value:.4f}" for name, value in sorted(values.items()))
-
-
 def _untracked_fields(fields: Mapping[str, Any]) -> Fields:
     """Returns the field that turns tracking off where MLflow is not installed and the caller names no field of it."""
     is_chosen = any(name.startswith("tracking.") for name in fields)
@@ -371,38 +331,6 @@ def _evaluation_cadence(validation_freq: Any) -> int:
             " counted from 1."
         )
     return math.gcd(*numbers)
-
-
-def _make_history(
-    result: Result,
-    first_epochs: tuple[int, int],
-    params: dict[str, Any],
-    model: Any,
-    validation_freq: int | Sequence[int],
-) -> History:
-    """Returns the course of a run; warns of metrics that it has of the validation data alone.
-
-    Args:
-        first_epochs: The numbers of the first epochs of the course and of the run.
-    """
-    epochs, logs = result.epochs(), read_logs(RunPaths(result.path))
-    for number, values in enumerate(epochs, 1):
-        if not _is_validated(number + first_epochs[1], validation_freq):
-            epochs[number - 1] = {name: value for name, value in values.items() if not name.startswith("val_")}
-        epochs[number - 1].update(logs.get(number * params["steps"], {}))
-    initial_epoch, first_epoch = first_epochs
-    epochs = epochs[initial_epoch - first_epoch :]
-    names = dict.fromkeys(name for values in epochs for name in values)
-    if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
-        logger.warning(
-            "The history has %s, and not the same of the training rows: these are not means over rows.",
-            ", ".join(missing),
-        )
-    # Keras sorts the names of an epoch's values; a callback adds its own ones at the end.
-    added = {name for values in logs.values() for name in values}
-    order = sorted(names, key=lambda name: (name in added, name))
-    history = {name: [values[name] for values in epochs if name in values] for name in order}
-    return History(history, list(range(initial_epoch, initial_epoch + len(epochs))), params, model, result)
 
 
 def evaluate(
@@ -520,16 +448,6 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
     """Returns how each epoch is evaluated: by the workers where the strategy allows it, as `Model.fit` does."""
     # `load_config` refuses a strategy that does not exist.
     traits = STRATEGIES.get(strategy)
-    if traits is not None and not traits.can_evaluate:
-        # An evaluator that lags behind may skip no epoch.
-        return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
-    return {"evaluate.where": "workers"}
-
-
-def _copy_state(trained: Any, model: Any) -> None:
-    """Gives a model and its optimizer the state of a trained copy; what the first batch would build is built."""
-    copy_weights(trained, model)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    for variable, value in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
-        variable.assign(value)
+    where = "workers" if traits is None or traits.can_evaluate else "actor"
+    # An evaluator that lags behind may skip no epoch.
+    return {"evaluate.where": where, "evaluate.max_pending": max(epochs, 1)}
