@@ -13,11 +13,12 @@ import pytest
 from ray_app import load_config, run_training
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import ConfigError, NonFiniteError
-from ray_app.keras import History, evaluate, fit
+from ray_app.keras import evaluate
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.keras.library import import_keras, program_session
 from tests.support import keras_programs
+from tests.support.keras_fits import fit_here
 
 keras = import_keras()
 callbacks = keras.callbacks
@@ -36,11 +37,6 @@ def get_model() -> Any:
     weights = np.random.default_rng(1)
     model.set_weights([weights.normal(0, 0.05, w.shape) for w in model.get_weights()])
     return model
-
-
-def fit_here(folder: Path, model: Any, *arguments: Any, **options: Any) -> History:
-    fields = {"run.storage_path": str(folder), "tracking.enabled": False, **options.pop("fields", {})}
-    return fit(model, *arguments, fields=fields, **{"verbose": 0, **options})
 
 
 class Noted(callbacks.Callback):  # type: ignore[name-defined]

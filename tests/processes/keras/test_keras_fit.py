@@ -13,51 +13,28 @@ import pytest
 import torch
 
 from ray_app.errors import ConfigError, RunExistsError
-from ray_app.keras import History, evaluate, fit, predict
+from ray_app.keras import evaluate, fit, predict
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import read_config
-from ray_app.task.keras.library import import_keras, program_session
+from ray_app.task.keras.library import import_keras
 from tests.support import keras_programs
+from tests.support.keras_fits import (
+    ATOL,
+    RTOL,
+    check_equal_histories,
+    check_equal_weights,
+    fit_here,
+    get_regression,
+    get_twice,
+)
 
 keras = import_keras()
-RTOL, ATOL = 1e-5, 1e-6
-"""Tolerance of float32: the mean of a loss is the same sum, divided in another place."""
 ROWS = 60
 
 
 def images(rows: int = ROWS, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return rng.integers(0, 256, (rows, 8, 8, 1), dtype=np.uint8), (np.arange(rows) % 5).astype("int64")
-
-
-def get_twice(function: Callable[[], Any]) -> list[Any]:
-    """Returns a model and another one with the same names and weights."""
-    models = []
-    for _ in range(2):
-        with program_session(None):
-            models.append(function())
-    models[1].set_weights(models[0].get_weights())
-    return models
-
-
-def fit_here(
-    folder: Path, model: Any, *arguments: Any, fields: dict[str, Any] | None = None, **options: Any
-) -> History:
-    """Calls `fit` without MLflow, with its run in a folder."""
-    fields = {"run.storage_path": str(folder), "tracking.enabled": False, **(fields or {})}
-    return fit(model, *arguments, **{"verbose": 0, "fields": fields, **options})
-
-
-def check_equal_histories(ours: History, theirs: Any, left_out: tuple[str, ...] = ()) -> None:
-    assert ours.epoch == theirs.epoch
-    assert ours.history.keys() == theirs.history.keys() - set(left_out)
-    for name, values in ours.history.items():
-        np.testing.assert_allclose(values, theirs.history[name], RTOL, ATOL, err_msg=name)
-
-
-def check_equal_weights(ours: Any, theirs: Any) -> None:
-    for one, other in zip(ours.get_weights(), theirs.get_weights(), strict=True):
-        np.testing.assert_allclose(one, other, RTOL, ATOL)
 
 
 def test_a_model_takes_the_course_of_its_own_fit_and_keeps_the_trained_weights(tmp_path: Path) -> None:
@@ -236,13 +213,6 @@ for kind in (Focal, Above, OwnLoss, Halving, OwnOptimizer):
 
 def square(y: Any, predicted: Any) -> Any:
     return keras.ops.mean((y - predicted) ** 2, -1)
-
-
-def get_regression(layer: Any = None, **compilation: Any) -> Any:
-    layers = [keras.Input((6,)), *([] if layer is None else [layer]), keras.layers.Dense(1, bias_initializer="ones")]
-    model = keras.Sequential(layers)
-    model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **compilation})
-    return model
 
 
 def get_own_loss() -> Any:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras import evaluate, inputs, predict
 from ray_app.task.keras import library
-from tests.processes.keras.test_keras_fit import (
+from tests.support.keras_fits import (
     check_equal_histories,
     check_equal_weights,
     fit_here,
