@@ -326,9 +326,9 @@ def is_shuffled(x: Any, shuffle: bool) -> bool:
 
 def _count_batches(x: Any) -> int:
     """Returns the number of batches of a source, `_ENDLESS`, or `_UNKNOWN` if only reading tells."""
-    if isinstance(x, library.import_keras().utils.PyDataset):
-        return _ENDLESS if x.num_batches is None else int(x.num_batches)
     try:
+        if isinstance(x, library.import_keras().utils.PyDataset):
+            return _ENDLESS if x.num_batches is None else int(x.num_batches)
         return int(x.cardinality()) if hasattr(x, "cardinality") else len(x)
     except (TypeError, NotImplementedError):
         return _UNKNOWN

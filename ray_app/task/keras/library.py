@@ -449,13 +449,29 @@ class _SharingPickler(_ProgramPickler):
 
     def persistent_id(self, obj: Any) -> int | None:
         """Returns the place of an object in `shared`, see `pickle.Pickler`."""
-        is_shared = isinstance(obj, _WITHOUT_COPIES)
+        is_shared = isinstance(obj, _WITHOUT_COPIES) and not _contains_layer(obj)
         # A method of an object that is no part of the model, such as a test or an application.
         is_foreign = isinstance(obj, MethodType) and not type(obj.__self__).__module__.startswith("keras.")
         if not is_shared and not (is_foreign and not isinstance(obj.__self__, import_keras().layers.Layer)):
             return None
         self._shared.append(obj)
         return len(self._shared) - 1
+
+
+def _contains_layer(function: Any) -> bool:
+    """Returns whether a function was made in a layer, such as Keras' wrapper of `build`, so that each copy has its own.
+    """
+    saveable = import_keras().KerasTensor, import_keras().layers.Layer
+    cells = getattr(function, "__closure__", None) or ()
+    return any(isinstance(_content_of(cell), saveable) for cell in cells)
+
+
+def _content_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # An empty cell.
+        return None
 
 
 def build_symbolically(program: Any, batch: Any) -> None:

@@ -54,6 +54,13 @@ class Sequence(keras.utils.PyDataset):  # type: ignore[name-defined]
         return list(batches())[number % STEPS]
 
 
+class Numberless(keras.utils.PyDataset):  # type: ignore[name-defined]
+    """Does not say how many batches it has."""
+
+    def __getitem__(self, number: int) -> Batch:
+        return X, Y, None, None
+
+
 class Pipeline:
     """The methods of a `tf.data.Dataset` that Keras and `fit` use; plain Keras gets the generator instead."""
 
@@ -223,6 +230,7 @@ def uneven(*shapes: tuple[int, ...], dtype: str = "float32") -> Iterator[Batch]:
         ({"x": Sequence(None)}, "x is a Sequence without an end. Give steps_per_epoch"),
         ({"x": loader(), "validation_data": Sequence(None)}, "Give validation_steps"),
         ({"x": (row for row in ())}, "x is a generator without a batch"),
+        ({"x": Numberless()}, "x, batch 0, counted from 0: Data is expected"),
         ({"x": uneven((8, 6), (8, 5))}, "x, batch 1, counted from 0: Types and shapes of rows"),
         ({"x": iter([(X, Y), (X * np.nan, Y)])}, "x, batch 1, counted from 0: x is NaN .* in row 0"),
         ({"x": iter([(X, Y, None, None)])}, "x, batch 0, counted from 0: Data is expected to be in format"),
