@@ -2,8 +2,9 @@
 
 The machines are those of the variables of a scheduler: `TF_CONFIG`, the variables of torchrun and Kubeflow, or those of
 MPI, SLURM, PBS, LSF and SageMaker. The first machine starts Ray's head node and trains, the others join its cluster.
-Each keeps a connection to the first one, which sends `ready` once Ray's head node answers and `exit CODE` at the end
-of the run. Both ends first prove that they have Ray's token, and another machine starts Ray only after that.
+Each keeps a connection to the first one, which sends lines: `ready` once Ray's head node answers, and then values of
+`Group.broadcast`. Both ends first prove that they have Ray's token, and another machine starts Ray only after that.
+`ray_app.keras` joins the machines of a program in the same way.
 """
 
 from __future__ import annotations
@@ -22,54 +23,106 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
+import ray
 
 from ray_app.channel import Listener, UnprovenServerError, connect
 from ray_app.cli import train
 from ray_app.cli.main import exit_code
+from ray_app.cluster.ray_private import Node, private_files, read_token, require_shared_token, require_token
 from ray_app.config.variables import without_errors
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, RayAppError
+from ray_app.process import interrupt_at_signals, set_variables
 
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = "Called on every machine of a job, makes a Ray cluster of them and trains a configuration on it."
+_MASTER = "MASTER_ADDR"
 _FORM_S = 600.0
 """Seconds for which a machine waits until all have joined."""
 _STOP_S = 25.0
-"""Seconds that another machine than the first waits for the end of the run after SIGTERM.
+"""Seconds that another machine than the first waits for the next line after SIGTERM.
 
 SLURM kills a job 30 s after it.
 """
 _POLL_S = 0.5
+_RANK_BYTES = 4
 _MAX_OUTPUT_BYTES = 1 << 20
 """Maximum length of the output of `ray start` that is searched for warnings."""
-_MASTER = "MASTER_ADDR"
 _TASK_TYPES = ("chief", "master", "worker", "ps", "evaluator")
 """The types of tasks of `TF_CONFIG`, in the order in which their machines are numbered."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a launch, from the view of one of them.
+    """The machines of a cluster, from the view of the process on one of them.
 
     Args:
         first: Name or address of the first machine.
-        port: Port of Ray's head node there; the command itself uses the next one.
-        rank: Number of this machine, from 0.
-        size: Number of machines.
+        port: Port of Ray's head node there; the processes connect at the next one.
+        rank: Number of this process, from 0.
+        size: Number of processes.
+        names: Their names for messages; by default their numbers.
+        nodes: Number of Ray nodes, 0 if all processes are on one machine; None: one for each process.
+        starts_node: Whether this process starts Ray on its machine.
     """
 
     first: str
     port: int
     rank: int
     size: int
+    names: tuple[str, ...] = ()
+    nodes: int | None = None
+    starts_node: bool = True
+
+
+class TFConfigClusterResolver:
+    """The tasks of `TF_CONFIG`, or of another text in its form; without it one of no type.
+
+    Attributes:
+        task_type: The type of the task of this process.
+        task_id: Its number among the tasks of this type.
+        tasks: The addresses of the tasks of all processes, such as `a:12345`, by their types.
+        machines: The machines of all tasks.
+    """
+
+    def __init__(self, text: str | None = None) -> None:
+        text = os.environ.get("TF_CONFIG", "") if text is None else text
+        self.task_type, self.task_id = None, None
+        self.tasks: dict[str, list[str]] = {}
+        self.machines = Machines("localhost", 0, 0, 1)
+        if text.strip() in ("", "{}"):
+            return
+        try:
+            spec = json.loads(text)
+            for kind in sorted(spec["cluster"], key=_TASK_TYPES.index):
+                self.tasks[kind] = [str(address) for address in spec["cluster"][kind]]
+            self.task_type, self.task_id = spec["task"]["type"], int(spec["task"]["index"])
+            tasks = [(kind, i, address) for kind in self.tasks for i, address in enumerate(self.tasks[kind])]
+            rank = [task[:2] for task in tasks].index((self.task_type, self.task_id))
+            hosts, ports = zip(*(address.rsplit(":", 1) for *_, address in tasks), strict=True)
+            names = tuple(f"{kind} {i} ({address})" for kind, i, address in tasks)
+            nodes = len(set(hosts)) if len(set(hosts)) > 1 else 0
+            starts_node = nodes > 0 and hosts.index(hosts[rank]) == rank
+            self.machines = Machines(hosts[0], int(ports[0]), rank, len(hosts), names, nodes, starts_node)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"TF_CONFIG is {text!r}, which names no machines: {type(error).__name__}: {error}. It must be such as"
+                ' {"cluster": {"worker": ["a:12345", "b:12345"]}, "task": {"type": "worker", "index": 0}}.'
+            ) from error
+
+    def cluster_spec(self) -> Any:
+        """Returns an object with the method `as_dict` of `tf.train.ClusterSpec`."""
+        return SimpleNamespace(as_dict=lambda: dict(self.tasks))
 
 
 def read_machines(variables: Mapping[str, str]) -> Machines:
@@ -79,7 +132,7 @@ def read_machines(variables: Mapping[str, str]) -> Machines:
         ConfigError: The variables describe no machines, or several processes on one.
     """
     if "TF_CONFIG" in variables:
-        return _from_tf_config(variables["TF_CONFIG"])
+        return TFConfigClusterResolver(variables["TF_CONFIG"]).machines
     if {"MASTER_ADDR", "RANK", "WORLD_SIZE"} <= variables.keys():
         return _from_torch(variables)
     if {"PET_MASTER_ADDR", "PET_NODE_RANK", "PET_NNODES"} <= variables.keys():
@@ -153,30 +206,6 @@ def _job_port(variables: Mapping[str, str]) -> int:
     return _number(variables, "MASTER_PORT", str(port))
 
 
-def _from_tf_config(text: str) -> Machines:
-    try:
-        spec = json.loads(text)
-        addresses = {
-            (kind, index): str(address)
-            for kind in sorted(spec["cluster"], key=_TASK_TYPES.index)
-            for index, address in enumerate(spec["cluster"][kind])
-        }
-        rank = [*addresses].index((spec["task"]["type"], int(spec["task"]["index"])))
-        hosts, ports = zip(*(address.rsplit(":", 1) for address in addresses.values()), strict=True)
-        machines = Machines(hosts[0], int(ports[0]), rank, len(addresses))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"TF_CONFIG is {text!r}, which names no machines: {type(error).__name__}: {error}. It must be such as"
-            ' {"cluster": {"worker": ["a:12345", "b:12345"]}, "task": {"type": "worker", "index": 0}}.'
-        ) from error
-    if len(set(hosts)) < len(hosts):
-        raise ConfigError(
-            f"TF_CONFIG names a machine several times: {', '.join(hosts)}. Start one ray-app launch on each; it uses"
-            " all GPUs there."
-        )
-    return machines
-
-
 def _from_torch(variables: Mapping[str, str]) -> Machines:
     if variables.get("LOCAL_WORLD_SIZE", "1") != "1" or variables.get("LOCAL_RANK", "0") != "0":
         raise ConfigError(
@@ -239,7 +268,7 @@ def _expand_range(text: str) -> list[str]:
     return names
 
 
-class _Followers:
+class Followers:
     """The connections of the other machines to the first one, which have proven that they have its token.
 
     Args:
@@ -254,6 +283,7 @@ class _Followers:
         self._listener = Listener(self._add, token)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
+        self._ranks: dict[socket.socket, int] = {}
         self._sent = b""
         try:
             self._listener.listen(address[0], port=address[1])
@@ -266,6 +296,15 @@ class _Followers:
             self._connections.append(connection)
             with suppress(OSError):
                 connection.sendall(self._sent)
+
+    def ranks(self) -> set[int]:
+        """Returns the ranks of the processes that have connected."""
+        with self._lock:
+            for connection in set(self._connections) - self._ranks.keys():
+                with suppress(OSError):
+                    if select.select([connection], [], [], 0)[0]:
+                        self._ranks[connection] = int.from_bytes(connection.recv(_RANK_BYTES))
+            return set(self._ranks.values())
 
     def send(self, message: str) -> None:
         """Sends a line to all machines, also to those that connect later."""
@@ -285,7 +324,7 @@ class _Followers:
 
 
 def _taken_error(address: tuple[str, int], error: OSError) -> RayAppError:
-    """Returns the error for a port of the first machine at which this command cannot listen."""
+    """Returns the error for a port of the first machine at which this process cannot listen."""
     pids = [c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == address[1] and c.pid]
     owner = f"process {pids[0]}" if pids else "a process of another user"
     reason = f"{owner} has it" if error.errno == errno.EADDRINUSE else str(error)
@@ -296,7 +335,7 @@ def _taken_error(address: tuple[str, int], error: OSError) -> RayAppError:
 
 
 @contextmanager
-def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
+def ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     """Runs Ray's processes of this machine inside the block.
 
     Args:
@@ -305,8 +344,6 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     Yields:
         A function that raises `RayAppError` if these processes have ended.
     """
-    from ray_app.cluster.ray_private import private_files
-
     # A scheduler may give a job some of the CPUs of a node, and Ray counts all.
     bound = len(os.sched_getaffinity(0))
     count = os.environ.get("SLURM_CPUS_ON_NODE") or (bound if bound < (os.cpu_count() or 1) else None)
@@ -322,7 +359,7 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
         *cpus,
     ]
     with tempfile.TemporaryFile() as output:
-        # In a session of its own, so that Ctrl-C and the signals of a scheduler reach the command alone.
+        # In a session of its own, so that Ctrl-C and the signals of a scheduler reach this process alone.
         environment = os.environ | private_files() | without_errors(os.environ)
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         logged_lines: set[str] = set()
@@ -347,42 +384,92 @@ def _ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _lead(machines: Machines, token: str, arguments: list[str], prog: str) -> int:
-    """Starts Ray's head node, waits for all machines, and trains; returns the exit code of the run."""
-    import ray
+@dataclass(frozen=True)
+class Group:
+    """The connection of a process to those of the other machines.
 
+    Args:
+        nodes: On the first machine: the nodes as `ray.nodes()` returns them.
+        send: Sends a line from the first machine to the others.
+        receive: Waits on another machine for a line of the first one; returns "" if that is gone.
+    """
+
+    machines: Machines
+    nodes: Sequence[Node] = ()
+    send: Callable[[str], None] | None = None
+    receive: Callable[[], str] | None = None
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns the value of the first machine on all of them; raises RayAppError if that has ended."""
+        if self.send is not None:
+            self.send(json.dumps(value, default=float))
+            return value
+        assert self.receive is not None
+        with interrupt_at_signals():
+            if line := self.receive():
+                return json.loads(line)
+        raise RayAppError(f"The program on the first machine, {self.machines.first}, has ended; see its output there.")
+
+
+@contextmanager
+def join(machines: Machines, label: str = "") -> Iterator[Group]:
+    """Makes a Ray cluster of machines for the time of the block, and waits until all have joined.
+
+    On the first machine, `RAY_ADDRESS` names the cluster in the block.
+
+    Args:
+        label: A label of the node of this machine, `NAME=VALUE`.
+
+    Raises:
+        ConfigError: This machine has no token, or another one than the first machine.
+        RayAppError: A machine has not joined in time.
+    """
+    if machines.nodes == 0:
+        require_token()
+    token = read_token() or "" if machines.nodes == 0 else require_shared_token(machines.size)
+    with (_follow if machines.rank else _lead)(machines, token, [f"--labels={label}"] if label else []) as group:
+        yield group
+
+
+@contextmanager
+def _lead(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
+    """Starts Ray's head node, and waits until all machines have joined."""
     address = socket.gethostbyname(machines.first)
     # Some machines resolve their own name to an address that others cannot reach.
-    if address.startswith("127."):
+    if address.startswith("127.") and machines.nodes != 0:
         address = ray.util.get_node_ip_address()
     ray_address = f"{address}:{machines.port}"
     head = ["--head", f"--node-ip-address={address}", f"--port={machines.port}", "--include-dashboard=false"]
-    with closing(_Followers((address, machines.port + 1), token)) as followers, _ray_node(head) as check:
-        code = train.EXIT_CODES["failed"]
+    names = machines.names or [f"machine {rank}" for rank in range(machines.size)]
+    count = machines.size if machines.nodes is None else machines.nodes
+    nodes: list[Node] = []
+
+    def missing() -> str:
+        absent = sorted({*range(1, machines.size)} - followers.ranks())
+        nodes[:] = [node for node in ray.nodes() if node["Alive"]] if count else []
+        return ", ".join(names[rank] for rank in absent) or ("Ray's nodes" if len(nodes) < count else "")
+
+    with (
+        closing(Followers((address, machines.port + 1), token)) as followers,
+        ray_node(head + label) if machines.starts_node else nullcontext(lambda: None) as check,
+        set_variables(RAY_ADDRESS=ray_address if count else None),
+    ):
         try:
-            try:
-                _wait(lambda: _is_connected(ray_address), check, "for Ray's head node")
-                followers.send("ready")
-                _wait(
-                    lambda: sum(node["Alive"] for node in ray.nodes()) >= machines.size,
-                    check,
-                    f"until all {machines.size} machines have joined",
-                )
-            finally:
-                ray.shutdown()
-            os.environ["RAY_ADDRESS"] = ray_address
-            code = train.main(arguments, prog)
+            if count:
+                wait(lambda: "" if is_connected(ray_address) else "Ray's head node", check)
+            followers.send("ready")
+            wait(missing, check)
         except KeyboardInterrupt:
-            code = train.EXIT_CODES["interrupted"]
+            followers.send("75")
             raise
         finally:
-            # The other machines leave before the head node ends.
-            followers.send(f"exit {code}")
-    return code
+            ray.shutdown()
+        yield Group(machines, nodes, followers.send)
 
 
-def _follow(machines: Machines, token: str) -> int:
-    """Joins the cluster of the first machine; returns the exit code of the run."""
+@contextmanager
+def _follow(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
+    """Joins the cluster of the first machine."""
     deadline_s = time.monotonic() + _FORM_S
     while True:
         try:
@@ -401,22 +488,24 @@ def _follow(machines: Machines, token: str) -> int:
                     f"The first machine, {machines.first}, does not answer at port {machines.port + 1}: {error}"
                 ) from error
             time.sleep(_POLL_S)
+    connection.sendall(machines.rank.to_bytes(_RANK_BYTES))
     connection.settimeout(_FORM_S)
     # Without a buffer, so that `select` shows each line.
     with connection, connection.makefile("rb", buffering=0) as lines:
         if lines.readline() != b"ready\n":
             raise RayAppError(f"The first machine, {machines.first}, ended before Ray's head node answered; see there.")
-        address = f"{socket.gethostbyname(machines.first)}:{machines.port}"
-        with _ray_node([f"--address={address}"]) as check:
-            _wait_for_end(connection, check)
-            line = lines.readline().split()
-    if len(line) != 2:
-        raise RayAppError(f"The first machine, {machines.first}, is gone.")
-    return int(line[1])
+        address = f"--address={socket.gethostbyname(machines.first)}:{machines.port}"
+        with ray_node([address, *label]) if machines.starts_node else nullcontext(lambda: None) as check:
+
+            def receive() -> str:
+                _wait_for_line(connection, check)
+                return str(lines.readline(), "utf-8").strip()
+
+            yield Group(machines, receive=receive)
 
 
-def _wait_for_end(connection: socket.socket, check: Callable[[], None]) -> None:
-    """Waits for the end of the run, after a first SIGTERM or Ctrl-C for at most 25 s.
+def _wait_for_line(connection: socket.socket, check: Callable[[], None]) -> None:
+    """Waits for the next line, after a first SIGTERM or Ctrl-C for at most 25 s.
 
     A scheduler sends the signal to all machines, and the first one then ends the run with a checkpoint. It may take
     longer after a warning, such as SIGUSR1.
@@ -437,24 +526,24 @@ def _wait_for_end(connection: socket.socket, check: Callable[[], None]) -> None:
             raise KeyboardInterrupt
 
 
-def _wait(is_done: Callable[[], bool], check: Callable[[], None], purpose: str) -> None:
-    """Waits for a condition; `check` raises if it can no longer hold.
+def wait(missing: Callable[[], str], check: Callable[[], None]) -> None:
+    """Waits until nothing is missing; `check` raises if that can no longer come.
 
     Raises:
-        RayAppError: The condition does not hold in time.
+        RayAppError: It does not come in time.
     """
     deadline_s = time.monotonic() + _FORM_S
-    while not is_done():
+    while name := missing():
         check()
         if time.monotonic() > deadline_s:
-            raise RayAppError(f"Waited {_FORM_S:g} s {purpose}, in vain. Look at the output on the other machines.")
+            raise RayAppError(
+                f"Waited {_FORM_S:g} s for {name}, in vain. Start the same program there, or look at its output."
+            )
         time.sleep(_POLL_S)
 
 
-def _is_connected(address: str) -> bool:
+def is_connected(address: str) -> bool:
     """Connects to Ray's head node, and returns whether it answers."""
-    import ray
-
     host, port = address.rsplit(":", 1)
     try:
         # A connection of Ray to a port at which nothing listens takes a while to fail.
@@ -468,19 +557,33 @@ def _is_connected(address: str) -> bool:
     return True
 
 
+def _train(group: Group, arguments: list[str], prog: str) -> int:
+    """Trains on the first machine; returns the exit code of the run on all."""
+    if group.machines.rank:
+        return int(group.broadcast(None))
+    code = train.EXIT_CODES["failed"]
+    try:
+        code = train.main(arguments, prog)
+    except KeyboardInterrupt:
+        code = train.EXIT_CODES["interrupted"]
+        raise
+    finally:
+        # The other machines leave before the head node ends.
+        group.broadcast(code)
+    return code
+
+
 def main(arguments: list[str] | None = None, prog: str = "ray-app launch") -> int:
     """Runs `ray-app launch`, with the arguments of `ray-app train`; every machine returns the exit code of the run."""
     command_line = sys.argv[1:] if arguments is None else arguments
 
     def work() -> int:
-        from ray_app.cluster.ray_private import require_shared_token
-
         # Every machine refuses a wrong configuration by itself, before anything starts.
         parse_with_sections(command_line, {}, prog, description=_DESCRIPTION)
         machines = read_machines(os.environ)
         if machines.size == 1:
             return train.main(command_line, prog)
-        token = require_shared_token(machines.size)
-        return _follow(machines, token) if machines.rank else _lead(machines, token, command_line, prog)
+        with join(machines) as group:
+            return _train(group, command_line, prog)
 
     return exit_code(work, "The launch failed")

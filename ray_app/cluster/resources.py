@@ -370,7 +370,7 @@ def workers_that_fit(config: Config, capacity: ClusterCapacity) -> int:
 
 def check_evaluator_fits(config: Config, nodes: Iterable[Node]) -> None:
     """Raises `ConfigError` if no node has what an actor of the evaluator reserves; Ray would wait for one for ever."""
-    section, selector = config.evaluate, config.scaling.label_selector
+    section, selector = config.evaluate, config.evaluate.label_selector or config.scaling.label_selector
     resources = [node["Resources"] for node in nodes_with_labels(nodes, selector)]
     if any(r.get("CPU", 0.0) >= section.num_cpus and r.get("GPU", 0.0) >= section.num_gpus for r in resources):
         return
@@ -391,7 +391,10 @@ def count_on_labeled(config: Config, nodes: Sequence[Node]) -> float:
         return math.inf
     resources = [node["Resources"] for node in nodes_with_labels(nodes, config.scaling.label_selector)]
     cpus, gpus = (sum(part.get(name, 0.0) for part in resources) for name in ("CPU", "GPU"))
-    free = {"CPU": cpus - _evaluator_cpus(config) - _server_cpus(config), "GPU": gpus - evaluator_gpus(config)}
+    # These have nodes of their own where they have labels of their own.
+    evaluators, servers = config.evaluate.label_selector is None, config.train.server_label_selector is None
+    cpus -= _evaluator_cpus(config) * evaluators + _server_cpus(config) * servers
+    free = {"CPU": cpus, "GPU": gpus - evaluator_gpus(config) * evaluators}
     if min(free.values()) < 0:
         return 0
     return min(workers_in(free, config.scaling), sum(workers_in(part, config.scaling) for part in resources))

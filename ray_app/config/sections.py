@@ -83,7 +83,8 @@ class ScalingSection:
             machine has one), otherwise 0. A run keeps the resolved number.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. The evaluator and the
-            parameter servers run on these nodes, too; tasks that read data run on any node.
+            parameter servers run on these nodes, too, unless `evaluate.label_selector` and
+            `train.server_label_selector` name others; tasks that read data run on any node.
         resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
             reserves the resources of a worker. At the next step boundary a standby worker replaces a lost worker or
@@ -258,6 +259,7 @@ class EvaluateSection:
             group is used, always the same one. Default: all rows.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
+        label_selector: Labels of the nodes on which actors run. Default: `scaling.label_selector`.
     """
 
     where: Literal["auto", "actor", "workers"] = "auto"
@@ -272,6 +274,7 @@ class EvaluateSection:
     max_rows: PositiveInt | None = None
     num_cpus: NonNegativeFloat = 1
     num_gpus: NonNegativeFloat = 0
+    label_selector: dict[str, str] | None = None
 
     @property
     def threads(self) -> int:
@@ -331,6 +334,7 @@ class TrainSection:
             0: none.
         servers: Number of parameter servers (P) with `parameter_server`; each reserves a CPU. It may change when a run
             is resumed.
+        server_label_selector: Labels of the nodes on which parameter servers run. Default: `scaling.label_selector`.
         staleness: Steps by which a logical worker may be ahead of the slowest one with `parameter_server`. 0:
             synchronous; the gradients of all logical workers are added in one fixed order and applied once. Above 0,
             each gradient is applied when it arrives.
@@ -381,6 +385,7 @@ class TrainSection:
     outer_lr: PositiveFloat = result_field(1.0)
     outer_momentum: NonNegativeFloat = result_field(0.0)
     servers: PositiveInt = 1
+    server_label_selector: dict[str, str] | None = None
     staleness: NonNegativeInt = result_field(0)
     peer_replica: bool = False
     cpu_offload: bool = result_field(False)

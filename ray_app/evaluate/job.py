@@ -26,7 +26,7 @@ class EvaluationJob:
         name: Name of an additional evaluator; None for the evaluator that belongs to the run.
         attached: Whether it belongs to another job than the run's driver.
         deterministic: Whether it computes with deterministic kernels, as the workers do with `reduction: exact`.
-        label_selector: The value of `scaling.label_selector`.
+        label_selector: The value of `evaluate.label_selector`, by default of `scaling.label_selector`.
         precision: How the model computes.
     """
 
@@ -56,7 +56,7 @@ class EvaluationJob:
         return cls(
             *(config.evaluate, task, run_root, fence, data, name, attached),
             deterministic=config.train.reduction == "exact",
-            label_selector=config.scaling.label_selector,
+            label_selector=config.evaluate.label_selector or config.scaling.label_selector,
             precision=Precision.of(config.train),
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ray_app.cli.launch import Group
 from ray_app.config.config import Config
 from ray_app.config.import_paths import explain_extra
 from ray_app.config.sections import RunSection
@@ -24,6 +25,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.driver.parsing import load_config
 from ray_app.driver.result import Result
 from ray_app.driver.run import run_training
+from ray_app.driver.trained_run import load_trained_job
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras.inputs import FitColumns, fill_columns, is_path, split_arrays, store_arrays, store_program
 from ray_app.keras.strategies import Strategy, strategy_of
@@ -31,7 +33,7 @@ from ray_app.preflight.inputs import make_plan, make_task, read_classes
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.stored_config import stored_config
-from ray_app.storage.files import to_location
+from ray_app.storage.files import read_json, to_location
 from ray_app.task.keras import library
 from ray_app.task.keras.callbacks import CallbackPlan, plan_callbacks
 from ray_app.task.keras.optimizer import SCHEDULE
@@ -100,7 +102,8 @@ def fit(
 ) -> History:
     """Trains a compiled Keras model as a run, with the arguments of `keras.Model.fit`.
 
-    A model, as opposed to a function, has the trained weights afterwards, as `Model.fit` leaves them. Its optimizer is
+    In another process of `TF_CONFIG` than the chief's it waits for the chief's run, and returns the course of that. A
+    model, as opposed to a function, has the trained weights afterwards, as `Model.fit` leaves them. Its optimizer is
     as before: another call begins with a new one.
 
     Args:
@@ -134,6 +137,9 @@ def fit(
         DataError: The data is refused.
         RayAppError: The run failed; starting it again with its name continues it.
     """
+    strategy = strategy_of(model)
+    if strategy is not None and strategy.group is not None and strategy.group.machines.rank:
+        return _follow_run(strategy.group, model)
     _refuse(
         {
             f"initial_epoch is {initial_epoch}; a run continues by its name. Give name= and the higher number of"
@@ -169,13 +175,14 @@ def fit(
         "train.steps_per_epoch": steps_per_epoch,
         "checkpoint.every_epochs": validation_freq,
         "evaluate.batch_size": rows if validation_batch_size is None else validation_batch_size,
-        **_worker_fields(strategy_of(model), workers),
+        **_worker_fields(strategy, workers),
         **{key: value for plan in plans for key, value in plan.fields.items()},
         **({} if name is None else {"run.name": name}),
     }
     settings |= (untracked := _untracked_fields(more))
     if "data.eval_path" in settings:
-        settings |= _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs)
+        # With an `evaluator` in `TF_CONFIG` the strategy has said where.
+        settings = _evaluation_fields(str(more.get("train.strategy", settings["train.strategy"])), epochs) | settings
     elif "evaluate.metric" in settings:
         raise ConfigError("A callback decides by val_ metrics, and validation_data is missing. Give it.")
     config = load_config(**{key.replace(".", "__"): value for key, value in {**settings, **more}.items()})
@@ -191,6 +198,28 @@ def fit(
     for plan in plans:
         if plan.at_end is not None:
             plan.at_end(history)
+    if strategy is not None and strategy.group is not None:
+        course = {"history": history.history, "epoch": history.epoch, "checkpoint": history.checkpoint}
+        strategy.group.broadcast({"path": str(history.result.path), "course": course})
+    return history
+
+
+def _follow_run(group: Group, model: Any) -> History:
+    """Waits for the run of the chief, gives a model its weights, and returns its course.
+
+    Raises:
+        RayAppError: The chief's program has ended before.
+        SystemExit: This machine cannot read the run's folder.
+    """
+    run = group.broadcast(None)
+    paths = RunPaths(to_location(run["path"]))
+    if (summary := read_json(paths.summary)) is None:
+        print(f"The run has ended. This machine does not have its folder, {run['path']}, so this program ends, too.")
+        raise SystemExit(0)
+    result = Result(paths.root, summary, load_trained_job(paths).task)
+    history = History(**run["course"], result=result)
+    if isinstance(model, library.import_keras().Model):
+        _set_weights(model, history.keras_model())
     return history
 
 
@@ -437,10 +466,9 @@ def _evaluation_fields(strategy: str, epochs: int) -> Fields:
     """Returns how each epoch is evaluated: by the workers where the strategy allows it, as `Model.fit` does."""
     # `load_config` refuses a strategy that does not exist.
     traits = STRATEGIES.get(strategy)
-    if traits is not None and not traits.can_evaluate:
-        # An evaluator that lags behind may skip no epoch.
-        return {"evaluate.where": "actor", "evaluate.max_pending": max(epochs, 1)}
-    return {"evaluate.where": "workers"}
+    where = "workers" if traits is None or traits.can_evaluate else "actor"
+    # An evaluator that lags behind may skip no epoch.
+    return {"evaluate.where": where, "evaluate.max_pending": max(epochs, 1)}
 
 
 def _set_weights(model: Any, trained: Any) -> None:

@@ -6,18 +6,22 @@ largest number of workers. How many workers train at a time does not change the 
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
 
 import ray
 import torch
 
+from ray_app.cli.launch import Group, TFConfigClusterResolver, join
 from ray_app.cluster.resources import cluster, cluster_capacity
 from ray_app.config.config import Config
 from ray_app.config.strategies import StrategyName
@@ -25,20 +29,18 @@ from ray_app.devices import HOST, accelerator
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
 
-_REFUSED = {
-    "cross_device_ops": "Gradients are added in one fixed order, so that the result is the same on any workers; with"
-    ' fields={"train.reduction": "overlapped"} the backend adds them.',
-    "communication_options": 'Give fit the fields: {"train.backend": ...}, {"train.bucket_mb": ...},'
-    ' {"failure.step_timeout_s": ...}.',
-    "cluster_resolver": "Ray knows the machines: start it on each (ray start), set RAY_ADDRESS, and give workers=.",
-    "variable_partitioner": "Each server holds an equal part of every large parameter; give servers=.",
-    "parameter_device": "Parameters are in the host memory of one worker.",
-}
-"""The arguments of `tf.distribute` without a counterpart, and what to do instead of giving them."""
+logger = logging.getLogger(__name__)
+
+_LABEL = "tf-task"
+"""The label of a Ray node with the type of its machine's task in `TF_CONFIG`."""
 _DEVICE = re.compile(r"/?(?:device:)?(\w+):(\d+)", re.IGNORECASE)
 
 _current: ContextVar[Strategy | None] = ContextVar("strategy", default=None)
 """The strategy of the scope that this thread is in."""
+_groups: list[Group] = []
+"""The connection of this process to the others of `TF_CONFIG`."""
+_at_exit = ExitStack()
+atexit.register(_at_exit.close)
 _of_models: WeakKeyDictionary[Any, Strategy] = WeakKeyDictionary()
 """The strategy of each model that was built in a scope."""
 
@@ -49,25 +51,25 @@ class Strategy:
     Args:
         replicas: The number of replicas.
         fields: Fields of the configuration beside the numbers of workers.
-        refused: Arguments that must be None, by their names.
+        unused: Arguments that change nothing here, by their names.
+        group: The connection to the other processes of `TF_CONFIG`.
 
     Attributes:
         num_replicas_in_sync: The number of replicas that a global batch is divided among, the same for a whole run.
-
-    Raises:
-        ConfigError: An argument has no counterpart here.
     """
 
     name: ClassVar[StrategyName]
     """The value of `train.strategy`."""
 
-    def __init__(self, replicas: int, fields: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
-        for argument, value in refused.items():
+    def __init__(
+        self, replicas: int, fields: Mapping[str, Any], unused: Mapping[str, Any], group: Group | None = None
+    ) -> None:
+        for argument, value in unused.items():
             if value is not None:
-                raise ConfigError(f"{type(self).__name__} takes no {argument} here. {_REFUSED[argument]}")
+                logger.info("%s changes nothing here; docs/from-tf-distribute.md says what decides instead.", argument)
         if replicas < 1:
             raise ConfigError(f"{type(self).__name__} has {replicas} replicas; it must be at least 1.")
-        self.num_replicas_in_sync = replicas
+        self.num_replicas_in_sync, self.group = replicas, group
         self._fields = fields
 
     @contextmanager
@@ -88,8 +90,9 @@ class Strategy:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name} here: fit runs the loop. A loop of your own is docs/loop.md of"
-            " ray_app; docs/from-tf-distribute.md has the counterparts of all else."
+            f"{type(self).__name__} has no {name} here: fit runs the loop. A loop of your own with a keras.Model is"
+            " docs/loop.md#a-loop-with-a-keras-model of ray_app; docs/from-tf-distribute.md has the counterparts of all"
+            " else."
         )
 
 
@@ -110,8 +113,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     """The same with the workers of several machines.
 
     Args:
-        workers: The number of replicas; by default the number of workers in `TF_CONFIG`, of GPUs of the Ray cluster, or
-            of its nodes.
+        cluster_resolver: By default the processes of `TF_CONFIG`. If there are several, the chief waits for all others,
+            which give their machines to its runs.
+        communication_options: See `CommunicationOptions`.
+        workers: The number of replicas; by default the number of GPUs of the chief's and the workers' machines, or of
+            the Ray cluster; without GPUs of the machines.
     """
 
     name = "ddp"
@@ -119,9 +125,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __init__(
         self, cluster_resolver: Any = None, communication_options: Any = None, *, workers: int | None = None
     ) -> None:
-        refused = {"cluster_resolver": cluster_resolver, "communication_options": communication_options}
-        hosts = _hosts_in_tf_config("chief", "worker")
-        super().__init__(workers or hosts or _count_cluster_devices(), {}, refused)
+        self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+        replicas, fields, group = _replicas_on(self.cluster_resolver, workers, "chief", "master", "worker")
+        super().__init__(replicas, fields | _communication_fields(communication_options), {}, group)
 
 
 class CentralStorageStrategy(Strategy):
@@ -141,8 +147,9 @@ class ParameterServerStrategy(Strategy):
     """Servers hold parameters and optimizer. Steps are synchronous, unless `fields` has `train.staleness` above 0.
 
     Args:
-        workers: The number of replicas; by default the number of workers in `TF_CONFIG`, of GPUs of the Ray cluster, or
-            of its nodes.
+        cluster_resolver: See `MultiWorkerMirroredStrategy`. Servers run on the machines of `ps`.
+        workers: The number of replicas; by default the number of GPUs of the workers' machines, or of the Ray cluster;
+            without GPUs of the machines.
         servers: The number of servers; by default the number of `ps` in `TF_CONFIG`, or 1.
     """
 
@@ -156,9 +163,10 @@ class ParameterServerStrategy(Strategy):
         workers: int | None = None,
         servers: int | None = None,
     ) -> None:
-        fields = {"train.servers": servers or _hosts_in_tf_config("ps") or 1}
-        refused = {"cluster_resolver": cluster_resolver, "variable_partitioner": variable_partitioner}
-        super().__init__(workers or _hosts_in_tf_config("worker") or _count_cluster_devices(), fields, refused)
+        self.cluster_resolver = cluster_resolver or TFConfigClusterResolver()
+        replicas, fields, group = _replicas_on(self.cluster_resolver, workers, "worker")
+        fields["train.servers"] = servers or len(self.cluster_resolver.cluster_spec().as_dict().get("ps", "1"))
+        super().__init__(replicas, fields, {"variable_partitioner": variable_partitioner}, group)
 
 
 class OneDeviceStrategy(Strategy):
@@ -172,6 +180,49 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str) -> None:
         super().__init__(*_replicas_of([device]), {})
+
+
+class _DefaultStrategy(Strategy):
+    """What `get_strategy` returns outside of all scopes: one replica in this process, on its GPU if it has one."""
+
+    name = "single"
+
+
+def TPUStrategy(*_: Any, **__: Any) -> NoReturn:
+    """Raises ConfigError, since there is no counterpart."""
+    raise ConfigError("Workers compute on GPUs or CPUs, not on TPUs. Use MirroredStrategy for the GPUs of a machine.")
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """How gradients travel: `train.bucket_mb` in bytes, `failure.step_timeout_s`, and AUTO, NCCL or RING (gloo)."""
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: Any = "AUTO"
+
+
+def _communication_fields(options: Any) -> dict[str, Any]:
+    """Returns the fields that communication options become; those of TensorFlow have the same attributes."""
+    if options is None:
+        return {}
+    kind = str(getattr(options.implementation, "value", options.implementation)).upper()
+    fields = {
+        "train.backend": "gloo" if kind == "RING" else "auto",
+        "train.bucket_mb": options.bytes_per_pack / (1 << 20) or None,
+        "failure.step_timeout_s": options.timeout_seconds,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def get_strategy() -> Strategy:
+    """Returns the strategy of the present scope, or one of a single replica."""
+    return _current.get() or _DefaultStrategy(1, {}, {})
+
+
+def has_strategy() -> bool:
+    """Returns whether this thread is in the scope of a strategy."""
+    return _current.get() is not None
 
 
 def strategy_of(model: Any) -> Strategy | None:
@@ -200,35 +251,57 @@ def _replicas_of(devices: list[str] | None) -> tuple[int, dict[str, Any]]:
     return len(devices), {"scaling.gpus_per_worker": 1}
 
 
-def _hosts_in_tf_config(*jobs: str) -> int:
-    """Returns the number of processes with some jobs in `TF_CONFIG`, 0 without it.
+def _replicas_on(resolver: Any, workers: int | None, *kinds: str) -> tuple[int, dict[str, Any], Group | None]:
+    """Returns the number of replicas on machines with tasks of some types, fields of the chief, and the connection."""
+    tasks = resolver.cluster_spec().as_dict()
+    count = sum(len(tasks.get(kind, [])) for kind in kinds)
+    if (group := join_group(resolver)) is None:
+        return workers or _count_cluster_devices(count), {}, None
+    resources: dict[str, list[tuple[float, float]]] = {}
+    for node in group.nodes:
+        amounts = node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0)
+        resources.setdefault(node["Labels"][_LABEL], []).append(amounts)
+    parts = [part for kind in kinds for part in resources.get(kind, [])]
+    gpus = int(sum(gpus for _, gpus in parts)) if group.machines.nodes else torch.accelerator.device_count()
+    fields: dict[str, Any] = {"evaluate.where": "actor"} if "evaluator" in tasks else {}
+    for kind, field in (("evaluator", "evaluate.label_selector"), ("ps", "train.server_label_selector")):
+        if kind in resources:
+            fields[field] = {_LABEL: kind}
+    if resources.keys() - set(kinds):
+        fields["scaling.label_selector"] = {_LABEL: f"in({','.join(kinds)})"}
+    if parts and not gpus:
+        # One replica on each machine; a CPU is left for reading.
+        fields["scaling.cpus_per_worker"] = max(1, min(cpus for cpus, _ in parts) - 1)
+    return workers or int(group.broadcast(max(gpus, count))), fields, group
+
+
+def join_group(resolver: Any) -> Group | None:
+    """Makes a Ray cluster of the machines of a cluster resolver, until the process ends; None with one task.
 
     Raises:
-        ConfigError: This is not the process that starts the program.
+        ConfigError: There is a Ray cluster already, and this is not the process of the chief.
     """
-    try:
-        config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-        hosts, task = config.get("cluster", {}), config.get("task", {})
-        kind, number = task.get("type", "chief"), int(task.get("index", 0))
-        count = sum(len(hosts.get(job, [])) for job in jobs)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"TF_CONFIG is not JSON as TensorFlow reads it: {error}. Unset it, and give workers=.") from (
-            error
-        )
-    is_first = kind == "chief" or (kind == "worker" and number == 0 and "chief" not in hosts)
-    if not is_first:
-        raise ConfigError(
-            f"TF_CONFIG says that this process is {kind} {number}. Start the program once, where it says chief or"
-            " worker 0, or without TF_CONFIG: Ray starts the workers on the machines of its cluster."
-        )
-    return count
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    tasks = resolver.cluster_spec().as_dict()
+    machines = TFConfigClusterResolver(json.dumps({"cluster": tasks, "task": task}) if tasks else "").machines
+    if machines.size > 1 and not _groups:
+        name = machines.names[machines.rank]
+        if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
+            logger.warning("This process, %s, waits for those of TF_CONFIG: %s.", name, ", ".join(machines.names))
+            _groups.append(_at_exit.enter_context(join(machines, f"{_LABEL}={resolver.task_type}")))
+        elif machines.rank:
+            raise ConfigError(
+                f"TF_CONFIG says that this process is {name}, and there is a Ray cluster already, in which Ray starts"
+                " the workers. Start the program once, or unset RAY_ADDRESS."
+            )
+    return _groups[0] if _groups else None
 
 
-def _count_cluster_devices() -> int:
-    """Returns the number of GPUs of the Ray cluster, or of its nodes if none has one; 1 without a cluster to join."""
+def _count_cluster_devices(tasks: int) -> int:
+    """Returns the number of GPUs of the Ray cluster; without GPUs that of tasks or nodes; 1 without a cluster."""
     if not ray.is_initialized() and not os.environ.get("RAY_ADDRESS"):
-        return 1
+        return tasks or 1
     with cluster(Config()):
         capacity = cluster_capacity()
     gpus = int(capacity.resources.get("GPU", 0))
-    return gpus or max(1, sum(bool(node["Alive"]) for node in capacity.nodes))
+    return gpus or tasks or max(1, sum(bool(node["Alive"]) for node in capacity.nodes))

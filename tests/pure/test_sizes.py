@@ -14,15 +14,15 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 1_037,
-    "ray_app/cli": 2_431,
-    "ray_app/cluster": 4_806,
-    "ray_app/config": 1_707,
+    "ray_app/cli": 2_534,
+    "ray_app/cluster": 4_809,
+    "ray_app/config": 1_712,
     "ray_app/data": 4_232,
     "ray_app/drill": 2_972,
     "ray_app/driver": 2_908,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_438,
-    "ray_app/keras": 994,
+    "ray_app/keras": 1_105,
     "ray_app/models": 2_336,
     "ray_app/plan": 863,
     "ray_app/predict": 612,
@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_261,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 9_846,
+    "ray_app/task": 9_858,
     "ray_app/track": 1_031,
     "ray_app/train": 10_116,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 73_935,
+    "tests": 74_314,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -60,9 +61,12 @@ class Namespaces:
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             _run("ip", "-n", name, "link", "set", "lo", "up")
 
-    def popen(self, host: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def popen(
+        self, host: int, command: list[str], environment: dict[str, str], output: IO[str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Starts a command on a host, counted from 1; `close` ends it."""
-        process = subprocess.Popen(["ip", "netns", "exec", self._names[host - 1], *command], env=environment)
+        command = ["ip", "netns", "exec", self._names[host - 1], *command]
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         self._processes.append(process)
         return process
 

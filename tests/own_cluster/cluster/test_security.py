@@ -26,13 +26,13 @@ with open_drill_cluster(1, False) as nodes:
     try_all(ray.get_runtime_context().gcs_address)
 """,
     "launch": """
-from ray_app.cli.launch import _is_connected, _ray_node, _wait
+from ray_app.cli.launch import is_connected, ray_node, wait
 from ray_app.cluster.ray_private import require_shared_token, require_token
 require_token()
 require_shared_token(2)
 address = ray.util.get_node_ip_address()
-with _ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--include-dashboard=false"]) as check:
-    _wait(lambda: _is_connected(f"{address}:26380"), check, "for the head node")
+with ray_node(["--head", f"--node-ip-address={address}", "--port=26380", "--include-dashboard=false"]) as check:
+    wait(lambda: "" if is_connected(f"{address}:26380") else "the head node", check)
     try_all(f"{address}:26380")
 """,
 }

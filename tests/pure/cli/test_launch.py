@@ -30,8 +30,19 @@ STEP = SLURM | {"SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_NUM_TASKS": "2", "S
 @pytest.mark.parametrize(
     ("variables", "machines"),
     [
-        (tf_config(), Machines("a", 1234, 1, 2)),
-        (tf_config(worker=["b:1", "c:1"], chief=["a:5"], ps=["d:1"]), Machines("a", 5, 2, 4)),
+        (tf_config(), Machines("a", 1234, 1, 2, ("worker 0 (a:1234)", "worker 1 (b:1234)"), 2)),
+        (
+            tf_config(worker=["b:1", "c:1"], chief=["a:5"], ps=["d:1"]),
+            Machines("a", 5, 2, 4, ("chief 0 (a:5)", "worker 0 (b:1)", "worker 1 (c:1)", "ps 0 (d:1)"), 4),
+        ),
+        (
+            tf_config(worker=["a:1", "a:2"]),
+            Machines("a", 1, 1, 2, ("worker 0 (a:1)", "worker 1 (a:2)"), nodes=0, starts_node=False),
+        ),
+        (
+            tf_config(index=2, worker=["a:1", "b:1", "b:2"]),
+            Machines("a", 1, 2, 3, ("worker 0 (a:1)", "worker 1 (b:1)", "worker 2 (b:2)"), nodes=2, starts_node=False),
+        ),
         (TORCH, Machines("a", 29400, 1, 4)),
         (TORCH | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"}, Machines("a", 29401, 1, 4)),
         (STEP, Machines("n2", 20_002, 1, 2)),
@@ -60,7 +71,6 @@ def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], mach
         (tf_config(index=2), "which names no machines: ValueError"),
         (tf_config(worker=["a", "b"]), "which names no machines: ValueError"),
         (tf_config(gpu=["a:1"]), "which names no machines: ValueError"),
-        (tf_config(worker=["a:1", "a:2"]), "TF_CONFIG names a machine several times: a, a"),
         (TORCH | {"LOCAL_WORLD_SIZE": "2"}, "--nproc-per-node=1"),
         (TORCH | {"RANK": "first"}, "RANK is 'first'; it must be a number"),
         (PET | {"PET_NNODES": "1:2"}, "PET_NNODES is '1:2'; it must be a number"),

@@ -60,6 +60,8 @@ def test_only_nodes_with_the_labels_count_as_capacity() -> None:
         fit(**evaluated, evaluate__num_gpus=1)
     servers = {"train__strategy": "parameter_server", "train__servers": 3, "scaling__logical_workers": 8}
     assert fit(**servers, scaling__label_selector={"zone": "a"}) == 1
+    elsewhere = {"evaluate__label_selector": {"zone": "b"}, "train__server_label_selector": {"zone": "b"}}
+    assert fit(**evaluated, **servers, **elsewhere) == 2, "evaluator and servers have nodes of their own"
     with pytest.raises(
         ConfigError,
         match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",

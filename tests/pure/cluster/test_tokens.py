@@ -117,7 +117,7 @@ def test_a_launch_starts_ray_with_tokens_on(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(subprocess, "Popen", record)
     assert require_shared_token(2) == TOKEN
-    with pytest.raises(InterruptedError), launch._ray_node(["--head"]):
+    with pytest.raises(InterruptedError), launch.ray_node(["--head"]):
         pass
     assert [environment["RAY_AUTH_MODE"] for environment in environments] == ["token"]
 

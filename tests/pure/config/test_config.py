@@ -162,7 +162,7 @@ def changes_digest(**fields: Any) -> bool:
             "evaluate__fixed_batches": True,
             "evaluate__workers": 3,
         },
-        {"evaluate__num_cpus": 2, "evaluate__num_gpus": 1},
+        {"evaluate__num_cpus": 2, "evaluate__num_gpus": 1, "evaluate__label_selector": {"zone": "a"}},
         {
             "tracking__enabled": False,
             "tracking__every_steps": 3,
@@ -171,7 +171,7 @@ def changes_digest(**fields: Any) -> bool:
         },
         {"tracking__registered_model": "m", "tracking__tensorboard": True},
         {"evaluate__where": "workers", "evaluate__max_pending": 3, "evaluate__min_delta": 0.1},
-        {"train__servers": 3},
+        {"train__servers": 3, "train__server_label_selector": {"zone": "a"}},
         {"train__backend": "gloo", "train__bucket_mb": 1.0, "scaling__label_selector": {"zone": "a"}},
         {"train__peer_replica": True},
         {"train__capture": True},

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ray_app.cli.launch import Group, Machines
 from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError
 from ray_app.keras import (
     CentralStorageStrategy,
+    CommunicationOptions,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ParameterServerStrategy,
+    TFConfigClusterResolver,
+    TPUStrategy,
+    get_strategy,
+    has_strategy,
+    strategies,
 )
 from ray_app.keras.strategies import Strategy, strategy_of
 from tests.support import keras_programs
 
 HOSTS = {"worker": ["a:1", "b:1", "c:1"], "ps": ["d:1", "e:1"]}
+FORMED = HOSTS | {"chief": ["f:1"], "evaluator": ["g:1"]}
 
 
 def tf_config(kind: str = "worker", index: int = 0, **hosts: list[str]) -> str:
@@ -71,14 +82,72 @@ def test_all_gpus_of_the_machine_are_replicas(monkeypatch: pytest.MonkeyPatch) -
     assert MirroredStrategy().num_replicas_in_sync == 4
 
 
-@pytest.mark.parametrize(
-    ("value", "workers"), [(tf_config(), 3), (tf_config("chief"), 3), (tf_config("chief", chief=["f:1"]), 4)]
-)
-def test_tf_config_says_how_many_workers_there_are(monkeypatch: pytest.MonkeyPatch, value: str, workers: int) -> None:
+def join_nodes(monkeypatch: pytest.MonkeyPatch, value: str, nodes: dict[str, tuple[int, int]]) -> list[str]:
+    """Sets `TF_CONFIG`, and makes the machines of its tasks nodes with CPUs and GPUs; returns what the chief sends."""
     monkeypatch.setenv("TF_CONFIG", value)
-    assert MultiWorkerMirroredStrategy().num_replicas_in_sync == workers
-    servers = ParameterServerStrategy()
-    assert (servers.num_replicas_in_sync, servers.fields()["train.servers"]) == (3, 2)
+    machines, sent = TFConfigClusterResolver().machines, list[str]()
+    tasks = [name.partition(" ")[0] for name in machines.names]
+
+    @contextmanager
+    def join(machine: Machines, label: str) -> Iterator[Group]:
+        assert (machine, label) == (machines, f"tf-task={tasks[machine.rank]}")
+        amounts = [dict(zip(("CPU", "GPU"), nodes[kind], strict=True)) for kind in tasks]
+        described = [{"Labels": {"tf-task": k}, "Resources": r} for k, r in zip(tasks, amounts, strict=True)]
+        yield Group(machine, described if machines.nodes else [], sent.append)
+
+    monkeypatch.setattr(strategies, "join", join)
+    monkeypatch.setattr(strategies, "_groups", [])
+    return sent
+
+
+def test_all_gpus_of_the_machines_of_tf_config_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = {"worker": [f"h{number}:1" for number in range(7)], "ps": []}
+    sent = join_nodes(monkeypatch, tf_config(**hosts), {"worker": (32, 4)})
+    strategy = MultiWorkerMirroredStrategy()
+    assert (strategy.num_replicas_in_sync, sent) == (28, ["28"])
+    assert strategy.fields().keys() == {"train.strategy", "scaling.max_workers", "scaling.logical_workers"}
+
+
+def test_each_task_of_tf_config_has_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"chief": (6, 0), "worker": (4, 0), "ps": (2, 0), "evaluator": (2, 0)}
+    join_nodes(monkeypatch, tf_config("chief", **FORMED), sizes)
+    mirrored, servers = MultiWorkerMirroredStrategy(), ParameterServerStrategy()
+    assert (mirrored.num_replicas_in_sync, servers.num_replicas_in_sync) == (4, 3)
+    fields = servers.fields()
+    assert {name: value for name, value in fields.items() if not name.startswith("scaling.m")} == {
+        "train.strategy": "parameter_server",
+        "train.servers": 2,
+        "train.server_label_selector": {"tf-task": "ps"},
+        "evaluate.where": "actor",
+        "evaluate.label_selector": {"tf-task": "evaluator"},
+        "scaling.label_selector": {"tf-task": "in(worker)"},
+        "scaling.cpus_per_worker": 3,
+        "scaling.logical_workers": 3,
+    }
+    assert mirrored.fields()["scaling.label_selector"] == {"tf-task": "in(chief,master,worker)"}
+
+
+def test_the_tasks_of_one_machine_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = join_nodes(monkeypatch, tf_config(worker=["localhost:1", "localhost:2"], ps=[]), {"worker": (0, 0)})
+    strategy = MultiWorkerMirroredStrategy()
+    assert strategy.num_replicas_in_sync == max(2, torch.accelerator.device_count())
+    assert strategy.cluster_resolver.cluster_spec().as_dict()["worker"] == ["localhost:1", "localhost:2"]
+    assert (strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id, len(sent)) == ("worker", 0, 1)
+
+
+def test_a_cluster_resolver_says_what_tf_config_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(as_dict=lambda: {"worker": ["a:1", "b:1"]})
+    resolver = SimpleNamespace(cluster_spec=lambda: spec, task_type="worker", task_id=0)
+    join_nodes(monkeypatch, tf_config(worker=["a:1", "b:1"], ps=[]), {"worker": (8, 2)})
+    monkeypatch.delenv("TF_CONFIG")
+    assert MultiWorkerMirroredStrategy(resolver).num_replicas_in_sync == 4
+
+
+def test_one_task_needs_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "join", None)
+    for value in ("{}", tf_config(worker=["a:1"], ps=[])):
+        monkeypatch.setenv("TF_CONFIG", value)
+        assert MultiWorkerMirroredStrategy().num_replicas_in_sync == 1
 
 
 def test_a_model_has_the_strategy_of_the_innermost_scope_that_made_it() -> None:
@@ -112,12 +181,8 @@ def test_a_scope_ends_with_an_error() -> None:
         (lambda: MirroredStrategy(["tpu:0"]), "all GPUs"),
         (lambda: MirroredStrategy([]), "all GPUs"),
         (lambda: MirroredStrategy(["gpu:0", "gpu:2"]), "CUDA_VISIBLE_DEVICES=0,2"),
-        (lambda: MirroredStrategy(cross_device_ops=object()), "one fixed order"),
-        (lambda: MultiWorkerMirroredStrategy(object()), "Ray knows the machines"),
-        (lambda: MultiWorkerMirroredStrategy(communication_options=object()), "train.backend"),
+        (TPUStrategy, "not on TPUs"),
         (lambda: MultiWorkerMirroredStrategy(workers=-1), "at least 1"),
-        (lambda: CentralStorageStrategy(parameter_device="cpu:0"), "host memory"),
-        (lambda: ParameterServerStrategy(variable_partitioner=object()), "servers="),
     ],
 )
 def test_an_argument_without_a_counterpart_is_refused(make: Callable[[], Strategy], message: str) -> None:
@@ -128,21 +193,59 @@ def test_an_argument_without_a_counterpart_is_refused(make: Callable[[], Strateg
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (tf_config(index=1), "this process is worker 1"),
+        (tf_config(index=1), r"this process is worker 1 \(b:1\)"),
         (tf_config("ps"), "this process is ps 0"),
         (tf_config(chief=["f:1"]), "this process is worker 0"),
-        ("[]", "not JSON as TensorFlow reads it"),
-        ("{", "not JSON as TensorFlow reads it"),
+        ("[]", "which names no machines"),
+        ("{", "which names no machines"),
     ],
 )
-def test_only_one_process_of_tf_config_starts_the_program(
+def test_in_a_ray_cluster_only_one_process_of_tf_config_starts_the_program(
     monkeypatch: pytest.MonkeyPatch, value: str, message: str
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", value)
+    monkeypatch.setenv("RAY_ADDRESS", "a:6379")
     with pytest.raises(ConfigError, match=message):
         MultiWorkerMirroredStrategy()
 
 
 def test_what_a_custom_loop_calls_says_where_loops_are() -> None:
-    with pytest.raises(AttributeError, match=r"has no run here.*docs/loop\.md"):
+    with pytest.raises(AttributeError, match=r"has no run here.*docs/loop\.md#a-loop-with-a-keras-model"):
         MirroredStrategy(["cpu:0"]).run(print)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (CommunicationOptions(), {"train.backend": "auto"}),
+        (CommunicationOptions(8 << 20, 60.0, "NCCL"), {"bucket": 8.0, "timeout": 60.0, "train.backend": "auto"}),
+        (CommunicationOptions(implementation=SimpleNamespace(value="RING")), {"train.backend": "gloo"}),
+    ],
+)
+def test_communication_options_are_fields(options: Any, fields: dict[str, Any]) -> None:
+    names = {"bucket": "train.bucket_mb", "timeout": "failure.step_timeout_s"}
+    expected = {names.get(name, name): value for name, value in fields.items()}
+    strategy = MultiWorkerMirroredStrategy(communication_options=options)
+    assert {name: value for name, value in strategy.fields().items() if name in expected} == expected
+
+
+def test_arguments_that_change_nothing_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        MirroredStrategy(["cpu:0"], cross_device_ops=object())
+        ParameterServerStrategy(variable_partitioner=object(), workers=1)
+        CentralStorageStrategy(["cpu:0"], parameter_device="cpu:0")
+    assert [message.partition(" ")[0] for message in caplog.messages] == [
+        "cross_device_ops",
+        "variable_partitioner",
+        "parameter_device",
+    ]
+
+
+def test_the_present_strategy_is_that_of_the_scope() -> None:
+    assert (has_strategy(), get_strategy().num_replicas_in_sync) == (False, 1)
+    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        assert has_strategy()
+        assert get_strategy() is strategy
+    with get_strategy().scope() as default:
+        assert default.fields()["train.strategy"] == "single"

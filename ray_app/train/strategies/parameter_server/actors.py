@@ -225,8 +225,8 @@ def start_parameter_service(
     config, name = job.config, f"{job.paths.unique_name}-{job.fence}"
     server = ray.remote(ServerActor)
     server_options: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1, "scheduling_strategy": "SPREAD"}
-    if config.scaling.label_selector:
-        server_options["label_selector"] = config.scaling.label_selector
+    if labels := config.train.server_label_selector or config.scaling.label_selector:
+        server_options["label_selector"] = labels
     names = server_names(job.paths, job.fence, config.train.servers)
     servers = RayServers(
         tuple(
