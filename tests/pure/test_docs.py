@@ -27,6 +27,7 @@ _EXISTING_FILES = (
     "my.yaml",
     "run.yaml",
     "train.yaml",
+    "keras_train.yaml",
     "iris.yaml",
     "photos.yaml",
     "detection.yaml",

@@ -6,8 +6,9 @@
 """
 
 from ray_app.task.keras.library import choose_backend
+from ray_app.task.keras.program import make_module
 from ray_app.task.keras.task import KerasTask
 
-__all__ = ["KerasTask"]
+__all__ = ["KerasTask", "make_module"]
 
 choose_backend()

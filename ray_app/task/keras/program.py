@@ -134,6 +134,17 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
         return KerasModule(program, settings, expands_targets=_build(program, sample()))
 
 
+def make_module(model: str) -> KerasModule:
+    """Returns the model of a function of a program as an `nn.Module`, for a loop of your own; see docs/loop.md.
+
+    Args:
+        model: The import path of the function. The model needs no compilation, but a `keras.Input`: no batch builds it.
+    """
+    settings = read_settings({"class_path": model})
+    with library.program_session(settings):
+        return KerasModule(load_class(model)(), settings)
+
+
 def _build(program: Any, samples: list[Inputs]) -> bool:
     """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics.
 
