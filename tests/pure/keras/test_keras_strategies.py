@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ray_app.cli.launch import Group, Machines
 from ray_app.driver.parsing import load_config
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, RayAppError
 from ray_app.keras import (
     CentralStorageStrategy,
     CommunicationOptions,
@@ -25,6 +26,7 @@ from ray_app.keras import (
     ParameterServerStrategy,
     TFConfigClusterResolver,
     TPUStrategy,
+    fit,
     get_strategy,
     has_strategy,
     strategies,
@@ -249,3 +251,21 @@ def test_the_present_strategy_is_that_of_the_scope() -> None:
         assert get_strategy() is strategy
     with get_strategy().scope() as default:
         assert default.fields()["train.strategy"] == "single"
+
+
+@pytest.mark.parametrize(("line", "message"), [("", "has ended; see its output there"), (None, None)])
+def test_another_process_ends_with_the_chief_or_without_the_folder_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, message: str
+) -> None:
+    sent = json.dumps({"path": str(tmp_path / "run"), "course": {}}) if line is None else line
+    monkeypatch.setenv("TF_CONFIG", tf_config(index=1))
+    group = Group(TFConfigClusterResolver().machines, receive=lambda: sent)
+    monkeypatch.setattr(strategies, "_groups", [group])
+    with MultiWorkerMirroredStrategy(workers=2).scope():
+        model = keras_programs.get_plain()
+    with pytest.raises(RayAppError if message else SystemExit, match=message) as raised:
+        fit(model, None)
+    if not message:
+        assert isinstance(raised.value, SystemExit)
+        assert raised.value.code == 0
+        assert "This machine does not have its folder" in capsys.readouterr().out
