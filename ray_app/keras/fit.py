@@ -34,7 +34,7 @@ from ray_app.runlog.stored_config import stored_config
 from ray_app.storage.files import to_location
 from ray_app.task.keras import library
 from ray_app.task.keras.callbacks import CallbackPlan, plan_callbacks
-from ray_app.task.keras.optimizer import SCHEDULE
+from ray_app.task.keras.optimizer import SCHEDULE, copy_optimizers
 from ray_app.task.keras.task import Columns, KerasTask
 
 logger = logging.getLogger(__name__)
@@ -298,7 +298,9 @@ def _refuse_other_arrays(config: Config, before: Config | None) -> None:
 def _make_history(result: Result, checkpoint: str, rates: list[float]) -> History:
     """Returns the course of a run; warns of metrics that it has of the validation data alone."""
     epochs = result.epochs()
-    names = dict.fromkeys(name for values in epochs for name in values)
+    task = result.task
+    assert isinstance(task, KerasTask)
+    names = dict.fromkeys(name for values in epochs for name in values if task.is_reported(name))
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
         logger.warning(
             "The history has %s, and not the same of the training rows: these are not means over rows.",
@@ -452,7 +454,4 @@ def _set_weights(model: Any, trained: Any) -> None:
     if not model.built:
         model.build_from_config(trained.get_build_config())
     model.set_weights(trained.get_weights())
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    for variable, value in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
-        variable.assign(value)
+    copy_optimizers(model, trained)

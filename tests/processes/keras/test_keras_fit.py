@@ -333,7 +333,7 @@ ROWS_OF_A_GENERATOR = (row for row in ())
     ("model", "options", "message"),
     [
         ("uncompiled", {}, "not compiled"),
-        ("own_step", {}, "train_step of its own"),
+        ("own_loop", {}, "fit of its own"),
         ("plain", {"x": ROWS_OF_A_GENERATOR, "y": None}, "generator, and fit takes arrays"),
         ("plain", {"initial_epoch": 1}, "a run continues by its name"),
         ("plain", {"shuffle": False}, "shuffled in every epoch"),
