@@ -105,7 +105,8 @@ class Result:
                 " returns it."
             )
         program = model.saved_program()
-        restore_optimizer(program, unpack(CheckpointStore(self._job.paths).load(commit)).optimizer)
+        state = unpack(CheckpointStore(self._job.paths).load(commit))
+        restore_optimizer(program, state.optimizer, model.steps.phases, state.extra_state.get("scale"))
         return program
 
     def export(self, folder: str, checkpoint: str = "best", overwrite: bool = False) -> dict[str, Any]:

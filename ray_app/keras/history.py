@@ -10,6 +10,8 @@ from typing import Any
 from ray_app.driver.result import Result
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.keras.callbacks import copy_weights
+from ray_app.task.keras.optimizer import copy_optimizers
+from ray_app.task.keras.task import KerasTask
 from ray_app.train.interventions import read_logs
 from ray_app.watch.observers import Observer
 
@@ -105,7 +107,9 @@ def make_history(
         epochs[number - 1].update(logs.get(number * params["steps"], {}))
     initial_epoch, first_epoch = first_epochs
     epochs = epochs[initial_epoch - first_epoch :]
-    names = dict.fromkeys(name for values in epochs for name in values)
+    task = result.task
+    assert isinstance(task, KerasTask)
+    names = dict.fromkeys(name for values in epochs for name in values if task.is_reported(name))
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
         logger.warning(
             "The history has %s, and not the same of the training rows: these are not means over rows.",
@@ -121,7 +125,4 @@ def make_history(
 def copy_state(trained: Any, model: Any) -> None:
     """Gives a model and its optimizer the state of a trained copy; what the first batch would build is built."""
     copy_weights(trained, model)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    for variable, value in zip(model.optimizer.variables, trained.optimizer.variables, strict=True):
-        variable.assign(value)
+    copy_optimizers(model, trained)

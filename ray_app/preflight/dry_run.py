@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -160,7 +160,8 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     with _recording_kernels(config, evaluator_gpus):
         chunks = list(score(task, state.model, rows, count, HOST))
         _check_metric_names(job, chunks)
-    with user_code(lambda: "predicting two rows"), torch.inference_mode():
+    # A Keras program with a `train_step` may have no forward.
+    with user_code(lambda: "predicting two rows"), torch.inference_mode(), suppress(NotImplementedError):
         batch = to_batch(rows)
         task.predictions(task.forward(state.model, batch), batch)
     return unused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -40,6 +41,8 @@ __all__ = ["Batch", "Mistake", "Rows", "Task", "class_names", "count_classes", "
 Batch = dict[str, Tensor]
 Rows = dict[str, Any]
 """Rows as read, by column: NumPy arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`."""
+WeightUpdate = list[tuple[nn.Parameter, Tensor, Tensor]]
+"""Parameters that a phase of a step has updated, each with its value before and after the phase."""
 _NUMERIC_KINDS = ("number", "integer", "array", "list")
 _MIN_UNIT_VALUES = 100_000
 """A module with fewer parameters is not worth an all-gather of its own."""
@@ -291,6 +294,27 @@ class Task(ABC):
         """
         del turn
         return self.training_loss(model, batch)
+
+    def initial_loss_scale(self) -> list[float] | None:
+        """Returns the state of the first step's `LossScale` for a model that computes in float16; None without one."""
+        return None
+
+    def phases(self) -> list[str]:
+        """Returns the names of the `optimizers` in the order in which each step uses them; [] if steps take turns."""
+        return []
+
+    def loss_for_phase(
+        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
+    ) -> Tensor | Losses:
+        """Returns the losses of a training batch for a phase of a step.
+
+        Args:
+            phase: Its number, an index of `phases`; only the parameters of its optimizer get gradients.
+            updates: The changes of the phases before.
+            model: The model; its parameters are those that the phases before have left, and have to be afterwards.
+            batch: The training batch, the same in all phases.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no phases")
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Updates the parameters by the gradients in their `.grad`, those of the global batch, equal on all workers.

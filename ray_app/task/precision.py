@@ -1,4 +1,4 @@
-"""The precision and the memory layout in which a model computes, the same in training and in evaluation."""
+"""The precision and the memory layout in which a model computes, and the scale of the loss in float16."""
 
 from __future__ import annotations
 
@@ -49,3 +49,45 @@ class Precision(NamedTuple):
         with torch.autocast(next(iter(batch.values())).device.type, self.dtype):
             outputs = forward(model, batch)
         return tree_map(lambda v: v.float() if isinstance(v, Tensor) and v.dtype is self.dtype else v, outputs)
+
+
+FIRST_SCALE, MAX_SCALE = 2.0**16, 2.0**24
+_STEPS_TO_GROW = 2000
+
+
+class LossScale:
+    """The factor by which the loss is multiplied in float16; it is adjusted while training and part of the checkpoint.
+
+    Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient is divided by it again, see
+    Micikevicius et al., "Mixed Precision Training", ICLR 2018. The scale halves when a gradient overflows, and doubles
+    after 2,000 steps in a row without an overflow. It is always a power of two, so it changes no bit of the significand
+    of a number that neither overflows nor underflows. An overflow is detected in the sum over all logical workers, so
+    every worker changes its scale in the same way.
+    """
+
+    def __init__(self, state: list[float] | None = None) -> None:
+        self.value = FIRST_SCALE
+        self._good_steps = 0
+        if state is not None:
+            self.load(state)
+
+    def update(self, is_finite: bool) -> None:
+        """Adjusts the scale after a step; `is_finite` says whether the gradient was finite."""
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.value = self.value / 2
+        elif self._good_steps >= _STEPS_TO_GROW and self.value < MAX_SCALE:
+            self.value, self._good_steps = self.value * 2, 0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether a smaller scale may still avoid an overflow."""
+        return self.value > 1
+
+    def state(self) -> list[float]:
+        """Returns the state for `load`."""
+        return [self.value, float(self._good_steps)]
+
+    def load(self, state: list[float]) -> None:
+        """Loads what `state` returned."""
+        self.value, self._good_steps = state[0], int(state[1])

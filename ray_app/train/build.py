@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import load_class
@@ -21,7 +21,8 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.reducer import GradientReducer
 from ray_app.reduction.world import World
-from ray_app.task.base import Task
+from ray_app.task.base import Batch, Task
+from ray_app.task.losses import Losses
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
 from ray_app.train.state.state import TrainingState
@@ -88,10 +89,17 @@ def build_step(
         make_passes = partial(ShardedPasses, world)
     elif train.capture:
         make_passes = partial(CudaGraphs, make_graph_backend(device))
-    buffers = ReplicaBuffers(state.model, world)
+    turns = state.turns
+    buffers = ReplicaBuffers(state.model, world, turns is not None and bool(turns.phases))
+
+    def phase_loss(model: nn.Module, batch: Batch) -> Tensor | Losses:
+        assert turns is not None, "only optimizers of a step have phases"
+        return job.task.loss_for_phase(turns.phase, turns.updates, model, batch)
 
     def make_step(turn: str | None = None) -> Step:
-        loss = partial(job.task.loss_for_optimizer, turn) if turn is not None else None
+        loss: Callable[[nn.Module, Batch], Tensor | Losses] | None = None
+        if turns is not None and turn is not None:
+            loss = phase_loss if turns.phases else partial(job.task.loss_for_optimizer, turn)
         passes = make_passes(job.config, job.task, device, state.model, state.scale, loss)
         reducer = build_reducer(train, state.model, world)
         sdc = None
@@ -101,7 +109,7 @@ def build_step(
         max_norm = train.grad_clip_norm
         return Step(job.task, state, passes, reducer, buffers, make_stats(), world, enter, max_norm, timer, sdc)
 
-    return TurnStep(state, state.turns, make_step) if state.turns is not None else make_step()
+    return TurnStep(state, turns, make_step, buffers) if turns is not None else make_step()
 
 
 def build_reducer(train: TrainSection, model: nn.Module, world: World) -> GradientReducer:

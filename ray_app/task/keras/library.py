@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import importlib
 import io
 import json
 import logging
@@ -184,6 +185,13 @@ def weights_of(program: Any) -> list[tuple[Any, bool]]:
     return [(variable, id(variable) in trainable) for variable in program.weights]
 
 
+def optimizers_of(program: Any) -> dict[str, Any]:
+    """Returns the optimizers of a model by its attributes that have them."""
+    kind = import_keras().optimizers.Optimizer
+    named = {id(value): name for name, value in reversed(vars(program).items()) if isinstance(value, kind)}
+    return {name: vars(program)[name] for name in named.values()}
+
+
 def trained_weights(program: Any) -> list[Any]:
     """Returns the variables of a model that its optimizer trains, in the order of `weights_of`."""
     return [variable for variable, is_parameter in weights_of(program) if is_parameter and variable.trainable]
@@ -276,7 +284,7 @@ def compiled_metrics(program: Any) -> list[tuple[str, Any]]:
         if metric is program._compile_metrics:
             _add_metrics(named, metric._flat_metrics or [], "")
             _add_metrics(named, metric._flat_weighted_metrics or [], "weighted_")
-        elif metric is not program._loss_tracker:
+        elif metric is not program._loss_tracker and metric.name != "loss":
             named[metric.name] = metric
     return list(named.items())
 
@@ -309,6 +317,13 @@ def is_mean(metric: Any) -> bool:
     return isinstance(metric, mean) and type(metric).result is mean.result
 
 
+def row_states(metric: Any, rows: int) -> list[torch.Tensor]:
+    """Returns the states of a metric after a batch; those of a mean that got the mean of the batch alone count rows."""
+    states = [tensor_of(variable).detach().clone() for variable in metric.variables]
+    is_single = is_mean(metric) and type(metric) is import_keras().metrics.Mean and float(states[1]) == 1
+    return [state * rows for state in states] if is_single else states
+
+
 def _add_metrics(named: dict[str, Any], parts: list[Any], prefix: str) -> None:
     """Adds metrics of outputs by their names, with a prefix or a number where a name exists, as Keras does."""
     for part in parts:
@@ -324,10 +339,19 @@ def _add_metrics(named: dict[str, Any], parts: list[Any], prefix: str) -> None:
             named[name] = metric
 
 
+LOOP = ("fit", "make_train_function", "make_test_function", "make_predict_function")
+"""The methods of Keras' loop that a run does not call."""
+
+
+def is_built(program: Any) -> bool:
+    """Returns whether a batch has gone through all layers of a model."""
+    return all(layer.built for layer in program._flatten_layers())
+
+
 def overridden_steps(program: Any) -> list[str]:
     """Returns the methods of Keras' loop that the class of a model writes itself."""
     keras = import_keras()
-    names = ("train_step", "test_step", "predict_step", "fit", "make_train_function", "make_test_function")
+    names = ("train_step", "test_step", "predict_step", *LOOP)
     return [name for name in names if getattr(type(program), name) is not getattr(keras.Model, name)]
 
 
@@ -419,6 +443,9 @@ class _ProgramPickler(cloudpickle.CloudPickler):
         from keras.src.utils import tracking
         from keras.src.utils.backend_utils import DynamicBackend
 
+        if isinstance(obj, type(torch.ops)):
+            # `cloudpickle` sends it with a function that names `torch` and the `ops` of Keras.
+            return importlib.import_module, (obj.__name__,)
         if isinstance(obj, DynamicBackend):
             return DynamicBackend, (obj._backend,)
         if isinstance(obj, tracking.TrackedList | tracking.TrackedDict | tracking.TrackedSet):
@@ -459,8 +486,7 @@ class _SharingPickler(_ProgramPickler):
 
 
 def _contains_layer(function: Any) -> bool:
-    """Returns whether a function was made in a layer, such as Keras' wrapper of `build`, so that each copy has its own.
-    """
+    """Returns whether a function was made in a layer, such as Keras' wrapper of `build`, so that each copy has its own."""
     saveable = import_keras().KerasTensor, import_keras().layers.Layer
     cells = getattr(function, "__closure__", None) or ()
     return any(isinstance(_content_of(cell), saveable) for cell in cells)
@@ -568,9 +594,24 @@ def unbuilt_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def take_optimizer(program: Any) -> Any:
-    """Returns the optimizer of a model as it is before its first step, with a variable for its learning rate."""
-    optimizer = unbuilt_optimizer(program.optimizer)
+def loss_scale(program: Any) -> list[float] | None:
+    """Returns the state that a `LossScaleOptimizer` gives the scale of the loss; None for another optimizer."""
+    optimizer = program.optimizer
+    if not isinstance(optimizer, import_keras().optimizers.LossScaleOptimizer):
+        return None
+    if not optimizer.built:
+        return [float(optimizer.initial_scale), 0.0]
+    return [float(optimizer.dynamic_scale), float(optimizer.step_counter)]
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that a `LossScaleOptimizer` calls; another optimizer itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def take_optimizer(optimizer: Any) -> Any:
+    """Returns an optimizer as it is before its first step, with a variable for its learning rate."""
+    optimizer = unbuilt_optimizer(inner_optimizer(optimizer))
     rate = import_keras().Variable(0.0, name="learning_rate", dtype="float32", trainable=False)
     # What was a schedule is the run's, see `KerasSchedule`.
     optimizer._learning_rate = rate

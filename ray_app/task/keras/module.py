@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +19,16 @@ from torch import Tensor, nn
 
 from ray_app.devices import HOST, to_device
 from ray_app.errors import ConfigError
+from ray_app.task.base import WeightUpdate
 from ray_app.task.keras import library
+from ray_app.task.keras.steps import HandOver, OwnSteps, run_train_step
+from ray_app.task.whole_batches import Evaluated
 from ray_app.torch_private import registered_buffers
 
 _MAX_SEED = 2**31
+_LOSS = "loss"
+"""The name under which a step returns its loss."""
+_KERAS_STEPS = OwnSteps()
 
 
 class KerasPass(NamedTuple):
@@ -70,6 +76,7 @@ class KerasModule(nn.Module):
         program: The compiled model, built.
         settings: The settings of Keras that the program expects.
         expands_targets: Whether the program needs targets in the shapes of its outputs, see `fit_targets`.
+        steps: The steps that the program writes itself.
 
     Attributes:
         program: The model.
@@ -77,15 +84,23 @@ class KerasModule(nn.Module):
 
     program: Any
 
-    def __init__(self, program: Any, settings: library.Settings, expands_targets: bool = False) -> None:
+    def __init__(
+        self,
+        program: Any,
+        settings: library.Settings,
+        expands_targets: bool = False,
+        steps: OwnSteps = _KERAS_STEPS,
+    ) -> None:
         super().__init__()
+        self.steps = steps
         self._settings, self._expands_targets = settings, expands_targets
         # `nn.Module` would make it a submodule.
         vars(self)["program"] = program
         self._variables: dict[str, Any] = {}
         self._slots: list[_Slot] = []
-        for variable, is_parameter in library.weights_of(program):
-            self._register(variable, is_parameter)
+        optimized = {number for phase in steps.phases for number in phase.weights}
+        for number, (variable, is_parameter) in enumerate(library.weights_of(program)):
+            self._register(variable, is_parameter, not steps.phases or number in optimized)
         for path, module in library.wrapped_modules(program):
             for part_path, part in module.named_modules():
                 buffers = registered_buffers(part)
@@ -97,7 +112,7 @@ class KerasModule(nn.Module):
         # The metrics by their names, once a batch has gone through this object: Keras makes them then.
         self._metrics: dict[str, Any] | None = None
 
-    def _register(self, variable: Any, is_parameter: bool) -> None:
+    def _register(self, variable: Any, is_parameter: bool, is_optimized: bool) -> None:
         """Registers a variable; one that no optimizer trains gets a plain tensor of the same memory."""
         tensor = library.tensor_of(variable)
         if is_parameter and not isinstance(tensor, nn.Parameter):
@@ -107,6 +122,7 @@ class KerasModule(nn.Module):
         name = self._add_slot(variable.path, tensor, partial(library.bind_tensor, variable), is_parameter)
         if is_parameter:
             self._variables[name] = variable
+            self.get_parameter(name).requires_grad_(variable.trainable and is_optimized)
 
     def _add_slot(self, path: str, tensor: Tensor, set_tensor: Callable[[Tensor], None], is_parameter: bool) -> str:
         """Registers a tensor under its path, with a number if an earlier tensor has that path; returns the name."""
@@ -133,7 +149,7 @@ class KerasModule(nn.Module):
         """Returns a copy, of which the tensors are copied by PyTorch."""
         with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
             program = library.load_program(library.dump_program(self.program))
-            copied = KerasModule(program, self._settings, self._expands_targets)
+            copied = KerasModule(program, self._settings, self._expands_targets, self.steps)
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
         for name, p in self.named_parameters():
@@ -158,7 +174,8 @@ class KerasModule(nn.Module):
         frozen = [
             v for name, v in self._variables.items() if v.trainable and not self.get_parameter(name).requires_grad
         ]
-        if frozen:
+        # Phases train some of the weights each.
+        if frozen and not self.steps.phases:
             library.freeze_layers(self.program, frozen)
         return self
 
@@ -179,6 +196,8 @@ class KerasModule(nn.Module):
         with library.device_scope(self.device):
             self._seed()
             x = fit_inputs(program, x)
+            if not with_loss and "predict_step" in library.overridden_steps(program):
+                return program.predict_step(pack(program, x, None, None))
             outputs = program(x, training=self.training) if library.has_training_argument(program) else program(x)
             if not with_loss:
                 return outputs
@@ -189,6 +208,50 @@ class KerasModule(nn.Module):
                     metric.reset_state()
             y = fit_targets(y, outputs) if self._expands_targets else y
             return KerasPass(library.compute_loss(program, x, y, outputs, weights, self.training), outputs, y)
+
+    def train_step(
+        self, x: Any, y: Any, weights: Any, phase: int, updates: Sequence[WeightUpdate]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Runs a phase of the program's own `train_step`; returns its loss and the means over rows that it returns.
+
+        See `Task.loss_for_phase`. The loss is 0 before the last phase, and where the program returns none.
+        """
+        self._bind()
+        program = self.program
+        parameters = [(self.get_parameter(name), variable) for name, variable in self._variables.items()]
+        before = [(p, p.requires_grad, p.grad) for p, _ in parameters]
+        try:
+            for p, variable in parameters:
+                p.requires_grad_(variable.trainable).grad = None
+            with library.device_scope(self.device):
+                self._seed()
+                program.reset_metrics()
+                data = pack(program, x, y, weights)
+                logs, gradients = run_train_step(program, data, self.steps.phases, phase, updates)
+        finally:
+            for p, requires_grad, gradient in before:
+                p.requires_grad_(requires_grad).grad = gradient
+        logs = {name: torch.as_tensor(value).detach().float() for name, value in logs.items()}
+        parameter_of = {id(variable): p for p, variable in parameters}
+        trained = [parameter_of[id(variable)] for variable, _ in gradients]
+        loss = HandOver.apply(logs.pop(_LOSS, torch.zeros((), device=self.device)), [g for _, g in gradients], *trained)
+        metrics = dict(library.compiled_metrics(program))
+        return loss, {k: v for k, v in logs.items() if k not in metrics or library.is_mean(metrics[k])}
+
+    def test_step(self, x: Any, y: Any, weights: Any) -> Evaluated:
+        """Runs the program's own `test_step`; returns its loss, its other means, and the states of its metrics."""
+        self._bind()
+        with library.device_scope(self.device):
+            self._seed()
+            self.program.reset_metrics()
+            data = pack(self.program, x, y, weights)
+            logs = dict(self.program.test_step(data))
+            rows = len(library.import_keras().tree.flatten(data)[0])
+            metrics = dict(library.compiled_metrics(self.program))
+            loss = torch.as_tensor(logs.pop(_LOSS, torch.zeros(())))
+            states = {name: library.row_states(metrics[name], rows) for name in logs if name in metrics}
+            logged = {name: torch.as_tensor(value) for name, value in logs.items() if name not in states}
+            return Evaluated(loss, logged, states)
 
     def _seed(self) -> None:
         """Sets the states of all generators of random numbers.
@@ -315,6 +378,11 @@ def _fit_shape(values: Tensor, declared: tuple[int | None, ...]) -> Tensor:
     return values.reshape(-1, *shape)
 
 
+def pack(program: Any, x: Any, y: Any, weights: Any) -> Any:
+    """Returns a batch in the form in which `fit` of Keras gives it to `train_step`."""
+    return library.import_keras().utils.pack_x_y_sample_weight(fit_inputs(program, x), y, weights)
+
+
 def refuse_steps(program: Any) -> None:
     """Raises ConfigError for a model that is not compiled, or writes parts of Keras' loop itself."""
     if not program.compiled:
@@ -322,10 +390,9 @@ def refuse_steps(program: Any) -> None:
             f"The model {program.name!r} is not compiled, so it has no loss and no optimizer. Call"
             " model.compile(optimizer=..., loss=...) in the function that task.init_args.model names."
         )
-    if steps := library.overridden_steps(program):
+    if names := [name for name in library.overridden_steps(program) if name in library.LOOP]:
         raise ConfigError(
-            f"{type(program).__name__} has {', '.join(steps)} of its own, which moves the weights itself and would not"
-            " wait for the gradients of the other workers. Write compute_loss(x, y, y_pred, sample_weight, training)"
-            " for another loss and compute_metrics for other metrics, which are called for each micro-batch; for"
-            " another loop write a Task (docs/own-task.md)."
+            f"{type(program).__name__} has {', '.join(names)} of its own, and a run has its own loop. Write train_step,"
+            " test_step, compute_loss or compute_metrics, which are called for each micro-batch; for another loop write"
+            " a Task (docs/own-task.md)."
         )

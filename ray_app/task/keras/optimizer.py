@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
+from ray_app.task.keras.steps import StepPhase
 from ray_app.task.transforms import instantiate
 from ray_app.torch_private import foreach_copy_
 
@@ -47,6 +48,28 @@ _AVERAGE = "average"
 """The name of the average of a parameter in its state, with `use_ema`."""
 _PARAMETER = re.compile(r".*parameter(\d+)(?:_(\w+))?$")
 """The end of the name of a variable that Keras keeps for a parameter, which begins with the name of the latter."""
+
+
+def weights_by_optimizer(program: Any, phases: Sequence[StepPhase]) -> dict[str, list[Any]]:
+    """Returns the variables that each optimizer of a model trains, by its attribute, in the order of the parameters."""
+    if not phases:
+        return {"optimizer": library.trained_weights(program)}
+    weights = [variable for variable, _ in library.weights_of(program)]
+    return {name: [weights[number] for number in sorted(numbers)] for name, numbers in dict(phases).items()}
+
+
+def describe_optimizers(program: Any, named: dict[str, Any], phases: Sequence[StepPhase]) -> dict[str, Any]:
+    """Returns the fields for the optimizers of all phases of a `train_step`, see `describe_optimizer`."""
+    fields, described = dict[str, Any](), dict[str, Any]()
+    for name, weights in weights_by_optimizer(program, phases).items():
+        ids = {id(variable) for variable in weights}
+        part = {path: variable for path, variable in named.items() if id(variable) in ids}
+        described = describe_optimizer(library.inner_optimizer(getattr(program, name)), part)
+        for spec in described.values() if name != "optimizer" else ():
+            if "program" in spec["init_args"]:
+                spec["init_args"]["attribute"] = name
+        fields[name] = described["optimizer"] | {"parameters": list(part), "schedule": described.get("schedule")}
+    return {"optimizers": fields} if len(fields) > 1 else described
 
 
 def describe_optimizer(optimizer: Any, named: dict[str, Any]) -> dict[str, Any]:
@@ -112,11 +135,6 @@ def _refuse_features(optimizer: Any) -> None:
     """Raises ConfigError for what an optimizer of Keras does, and another part of a run does here."""
     keras = library.import_keras()
     name = type(optimizer).__name__
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise ConfigError(
-            "The model is compiled for mixed_float16 with a LossScaleOptimizer, whose scale would be no part of a"
-            " checkpoint. Set the policy mixed_bfloat16, which needs no scale, or float32 with train.precision: fp16."
-        )
     source = library.rate_source(optimizer)
     if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
         raise ConfigError(
@@ -151,6 +169,8 @@ def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
 
 def refuse_sharding(fields: dict[str, Any]) -> str | None:
     """Returns why an optimizer cannot update parts of parameters, None if it can."""
+    if "optimizers" in fields:
+        return "several optimizers update weights of their own in a step"
     optimizer = fields["optimizer"]
     serialized = optimizer["init_args"].get("serialized", {"class_name": "an optimizer of your own", "config": {}})
     name, config = serialized["class_name"], serialized["config"]
@@ -179,6 +199,7 @@ class KerasOptimizer(Optimizer):
             out.
         continues: Whether the first step begins with the state that the optimizer of the program has.
         evaluates_average: Whether evaluations use the average of the weights that the optimizer keeps (`use_ema`).
+        attribute: The attribute of the program that has the optimizer.
 
     Raises:
         ConfigError: The groups have several learning rates.
@@ -195,10 +216,12 @@ class KerasOptimizer(Optimizer):
         program: str | None = None,
         continues: bool = False,
         evaluates_average: bool = False,
+        attribute: str = "optimizer",
     ) -> None:
         super().__init__(params, {"lr": lr, "decays": True, "path": "", "constraint": ""})
         self._serialized, self._program = serialized, program
         self._continues, self._evaluates_average = continues, evaluates_average
+        self._attribute = attribute
         # The first step creates Keras' optimizer. `_slots` maps each of its variables to a parameter and to a name in
         # that parameter's state; the parameter is None for a variable that all parameters share.
         self._keras: Any = None
@@ -244,11 +267,16 @@ class KerasOptimizer(Optimizer):
                 for (p, _), value in zip(averages, trained, strict=True):
                     p.copy_(value)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state; parts that it lacks are those before the first step again."""
+        super().load_state_dict(state_dict)
+        self._keras = None
+
     def _build(self, parameters: list[Tensor]) -> None:
         """Makes Keras' optimizer for parameters."""
         self._rate = 0.0
         if self._serialized is None:
-            optimizer = library.take_optimizer(_make_program(self._program))
+            optimizer = library.take_optimizer(getattr(_make_program(self._program), self._attribute))
         else:
             serialized = copy.deepcopy(self._serialized)
             serialized["config"]["learning_rate"] = self._rate
@@ -264,7 +292,7 @@ class KerasOptimizer(Optimizer):
         self._keras = optimizer
         slots = _find_slots(optimizer)
         if self._continues:
-            _continue_state(slots, _make_program(self._program))
+            _continue_state(slots, _make_program(self._program), self._attribute)
         self._slots = [(v, None if number is None else parameters[number], name) for v, number, name in slots]
 
     def _bind(self, parameters: list[Tensor]) -> None:
@@ -343,25 +371,28 @@ def _find_slots(optimizer: Any) -> list[Slot]:
     return slots
 
 
-def _slots_of_program(program: Any) -> list[Slot]:
-    """Returns the variables of the built optimizer of a model, numbered as `library.trained_weights`.
+def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
+    """Returns the variables of a built optimizer of a model, numbered as some weights; those of others are left out.
 
     Their names may be ambiguous, so that a copy of the optimizer is built, with variables in the same order.
     """
-    optimizer = program.optimizer
     variables, copied = library.optimized_variables(optimizer), library.unbuilt_optimizer(optimizer)
     copied.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
-    numbers = {id(weight): number for number, weight in enumerate(library.trained_weights(program))}
+    numbers = {id(weight): number for number, weight in enumerate(weights)}
     ordered = [variable for variable in optimizer.variables if variable is not library.rate_source(optimizer)]
     return [
-        (variable, None if number is None else numbers.get(id(variables[number]), -1), name)
+        (variable, None if number is None else numbers[id(variables[number])], name)
         for variable, (_, number, name) in zip(ordered, _find_slots(copied), strict=True)
+        if number is None or id(variables[number]) in numbers
     ]
 
 
-def _continue_state(slots: list[Slot], program: Any) -> None:
-    """Gives the variables of a new optimizer the state that the optimizer of a program has."""
-    states = {(number, name): variable for variable, number, name in _slots_of_program(program)}
+def _continue_state(slots: list[Slot], program: Any, attribute: str) -> None:
+    """Gives the variables of a new optimizer the state that an optimizer of a program has."""
+    optimizer = library.inner_optimizer(getattr(program, attribute))
+    kept = {id(variable) for variable in library.optimized_variables(optimizer)}
+    weights = [variable for variable in library.trained_weights(program) if id(variable) in kept]
+    states = {(number, name): variable for variable, number, name in _slots_of_weights(optimizer, weights)}
     for variable, number, name in slots:
         source = states.get((number, name))
         # The preflight tries an optimizer with a weight of its own.
@@ -369,27 +400,50 @@ def _continue_state(slots: list[Slot], program: Any) -> None:
             variable.assign(library.tensor_of(source))
 
 
-def restore_optimizer(program: Any, state: dict[str, Any]) -> None:
-    """Gives the optimizer of a model the state that it has in a checkpoint, as `Model.fit` would leave it.
+def restore_optimizer(
+    program: Any, state: dict[str, Any], phases: Sequence[StepPhase] = (), scale: list[float] | None = None
+) -> None:
+    """Gives the optimizers of a model the state that they have in a checkpoint, as `Model.fit` would leave them.
 
-    The state of an optimizer that the configuration names in its place is left out.
+    The state of an optimizer that the configuration names in their place is left out.
 
     Args:
         program: The compiled model with all weights.
         state: The state of its `KerasOptimizer`, as `Snapshot.optimizer` has it.
+        phases: The phases of its `train_step`.
+        scale: The state of the run's `LossScale`.
     """
-    optimizer = program.optimizer
-    states = [state["state"].get(number, {}) for group in state["param_groups"] for number in group["params"]]
-    if len(states) != len(library.trained_weights(program)):
+    numbered = [(number, group["lr"]) for group in state["param_groups"] for number in group["params"]]
+    by_optimizer = weights_by_optimizer(program, phases)
+    if len(numbered) != sum(map(len, by_optimizer.values())):
         return
-    if not optimizer.built:
-        optimizer.build(program.trainable_variables)
-    for variable, number, name in _slots_of_program(program):
-        values = states[number or 0].get(name)
-        if values is not None and values.shape == variable.shape:
-            variable.assign(values)
-    if isinstance(library.rate_source(optimizer), library.import_keras().Variable):
-        optimizer.learning_rate = state["param_groups"][0]["lr"]
+    for attribute, weights in by_optimizer.items():
+        optimizer = getattr(program, attribute)
+        part, numbered = numbered[: len(weights)], numbered[len(weights) :]
+        if not optimizer.built:
+            optimizer.build(program.trainable_variables if attribute == "optimizer" else weights)
+        if library.inner_optimizer(optimizer) is not optimizer and scale is not None:
+            optimizer.dynamic_scale.assign(scale[0])
+            optimizer.step_counter.assign(int(scale[1]))
+        optimizer = library.inner_optimizer(optimizer)
+        for variable, number, name in _slots_of_weights(optimizer, weights):
+            values = state["state"].get(part[number or 0][0], {}).get(name)
+            if values is not None and values.shape == variable.shape:
+                variable.assign(values)
+        if isinstance(library.rate_source(optimizer), library.import_keras().Variable):
+            optimizer.learning_rate = part[0][1]
+
+
+def copy_optimizers(program: Any, other: Any) -> None:
+    """Gives the optimizers of a model the state of those of another one of the same structure."""
+    for attribute, source in library.optimizers_of(other).items():
+        if source.built:
+            numbers = {id(variable): number for number, (variable, _) in enumerate(library.weights_of(other))}
+            weights, optimizer = [variable for variable, _ in library.weights_of(program)], getattr(program, attribute)
+            if not optimizer.built:
+                optimizer.build([weights[numbers[id(v)]] for v in library.optimized_variables(source)])
+            for variable, value in zip(optimizer.variables, source.variables, strict=True):
+                variable.assign(value)
 
 
 class KerasSchedule(LRScheduler):

@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.storage.files import to_location
 from ray_app.task.keras import library
-from ray_app.task.keras.module import KerasModule, fit_inputs, fit_targets, refuse_steps
+from ray_app.task.keras.module import KerasModule, fit_inputs, fit_targets, pack, refuse_steps
+from ray_app.task.keras.steps import OwnSteps, examine_steps
 from ray_app.task.transforms import Spec, instantiate
 
 _FIELD = "task.init_args.model"
@@ -154,7 +155,30 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
                 " keras.Model."
             )
         refuse_steps(program)
-        return KerasModule(program, settings, expands_targets=_build(program, sample()))
+        names, steps = library.overridden_steps(program), OwnSteps()
+        expands_targets = False
+        if not {"train_step", "test_step"} <= set(names):
+            # A `train_step` may have a loss of its own.
+            with suppress(*([ValueError, NotImplementedError] if "train_step" in names else [])):
+                expands_targets = _build(program, sample())
+        if {"train_step", "test_step"} & set(names):
+            steps = _build_steps(program, sample())
+        return KerasModule(program, settings, expands_targets, steps)
+
+
+def _build_steps(program: Any, samples: list[Inputs]) -> OwnSteps:
+    """Lets a batch of zeros go through a model and the steps that it writes itself, and returns these."""
+    for number, (x, y, weights) in enumerate(samples):
+        try:
+            with torch.no_grad(), suppress(NotImplementedError):
+                if not library.is_built(program):
+                    program(fit_inputs(program, x))
+            with torch.random.fork_rng(devices=[]):
+                return examine_steps(program, pack(program, x, y, weights))
+        except Exception as error:
+            if number == len(samples) - 1 or isinstance(error, ConfigError):
+                raise
+    raise AssertionError("there is a sample")
 
 
 def make_module(model: str) -> KerasModule:

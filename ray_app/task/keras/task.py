@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -20,13 +20,13 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch
+from ray_app.task.base import Batch, WeightUpdate
 from ray_app.task.images import IMAGE
 from ray_app.task.interventions import Intervener
 from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import CallbackRunner, evaluates_average, monitored_fields, running_callbacks
 from ray_app.task.keras.module import KerasModule, KerasPass
-from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizer, refuse_sharding
+from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizers, refuse_sharding
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import Arrays, Ragged, to_array, to_batch
@@ -44,6 +44,7 @@ Columns = str | list[str] | dict[str, str]
 _CALLBACKS = "task.init_args.callbacks"
 MODEL_FILE = "model.keras"
 """The file of an export that has the model as Keras saves it."""
+_LOGGED = "logged"
 _SAMPLE_ROWS = 2
 _SAMPLE_LENGTHS = (16, 64, 256, 4, 1)
 """Lengths of lists with which `prepare` tries in turn to build a model that declares no shape."""
@@ -143,11 +144,15 @@ class KerasTask(BatchTask):
         if not prepared.compiled:
             with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
                 module = prepared._build()
-            fields = describe_optimizer(module.program.optimizer, module.trained_variables())
+            fields = describe_optimizers(module.program, module.trained_variables(), module.steps.phases)
             prepared.compiled = {
                 # A text, since the fields name classes, which `Task.restore` would refuse in a package.
                 "fields": json.dumps(fields),
                 "summed": library.summed_losses(module.program),
+                "phases": [phase.optimizer for phase in module.steps.phases],
+                "train_logs": module.steps.train_logs,
+                "test_logs": module.steps.test_logs,
+                "loss_scale": library.loss_scale(module.program),
             }
             prepared.monitored = prepared.configuration_fields()
             if self.evaluate_average and not module.program.optimizer.use_ema:
@@ -166,8 +171,17 @@ class KerasTask(BatchTask):
         callback_fields = self.configuration_fields()
         own_metric, metric = config.evaluate.metric, callback_fields.get("evaluate.metric")
         reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
+        arguments = fields.get("optimizer", {}).get("init_args", {})
+        has_scale = self.initial_loss_scale() is not None
         problems = {
-            "optimizers take turns, and a program is compiled with one; leave optimizers out.": bool(config.optimizers),
+            "optimizers are those of the program; leave optimizers out.": bool(config.optimizers),
+            "The train_step of the model computes gradients itself; leave train.compile, train.freeze, float16 out.": (
+                bool(self.phases())
+                and (config.train.compile or bool(config.train.freeze) or config.train.precision == "fp16" or has_scale)
+            ),
+            "A train_step of the model's own, and mixed_float16, need one state of all workers: use ddp or single.": (
+                (bool(self.phases()) or has_scale) and not traits.can_alternate_optimizers
+            ),
             "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
                 metric is not None and config.data.eval_path is None
             ),
@@ -182,7 +196,7 @@ class KerasTask(BatchTask):
                 bool(self.compiled["summed"]) and config.logical_workers > 1
             ),
             "train.freeze is set, and the optimizer continues with a state of all weights. Compile the model again for"
-            " a new one.": is_own and bool(config.train.freeze) and "continues" in fields["optimizer"]["init_args"],
+            " a new one.": is_own and bool(config.train.freeze) and "continues" in arguments,
             f"train.strategy is {config.train.strategy}, which updates parts of weights, and {reason}. Use ddp, compile"
             " the model with another optimizer, or name one of torch.optim in optimizer.": reason is not None,
         }
@@ -196,8 +210,9 @@ class KerasTask(BatchTask):
     def optimizer_fields(self) -> dict[str, Any]:
         """Returns `optimizer` and `schedule` of the configuration as the program was compiled, see `Task`."""
         fields: dict[str, Any] = json.loads(self.compiled["fields"])
-        for name in ("optimizer", "schedule"):
-            arguments = fields.get(name, {}).get("init_args", {})
+        several = fields.get("optimizers", {}).values()
+        for spec in (fields.get("optimizer"), fields.get("schedule"), *several, *(one["schedule"] for one in several)):
+            arguments = (spec or {}).get("init_args", {})
             # The program is code, so it is that of this task, and not what a package has for it.
             if "program" in arguments:
                 arguments["program"] = json.dumps(self.model)
@@ -300,8 +315,30 @@ class KerasTask(BatchTask):
         """Returns what the model gives for a batch."""
         return model(self._keras_inputs(batch))
 
-    def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
+    def initial_loss_scale(self) -> list[float] | None:
+        """Returns the scale of the `LossScaleOptimizer` of the program, see `Task`."""
+        return self.compiled.get("loss_scale")
+
+    def phases(self) -> list[str]:
+        """Returns the optimizers of the phases of the program's own `train_step`, see `Task`."""
+        return [str(name) for name in self.compiled.get("phases", [])]
+
+    def loss_for_phase(
+        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
+    ) -> Tensor | Losses:
+        """Returns the loss of a phase of the program's own `train_step`, see `Task`."""
+        loss, means = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
+        rows = count_rows(batch)
+        return Losses(loss.expand(rows), metrics={name: value.expand(rows) for name, value in means.items()})
+
+    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of the first phase with an optimizer, as if the phases before changed nothing."""
+        return self.loss_for_phase(self.phases().index(turn), [], model, batch)
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the mean loss of a micro-batch for each of its rows, with the metrics that are means."""
+        if self.phases():
+            return self.loss_for_phase(0, [], model, batch)
         x, y, weights = self._keras_batch(batch, True)
         result: KerasPass = model(x, y, weights, with_loss=True)
         rows = count_rows(batch)
@@ -312,17 +349,22 @@ class KerasTask(BatchTask):
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """Returns the loss of an evaluated batch, and the states of the metrics after it."""
         x, y, weights = self._keras_batch(batch, False)
+        module = _module_of(model)
+        if self.compiled.get("test_logs") is not None:
+            return module.test_step(x, y, weights)
         result: KerasPass = model(x, y, weights, with_loss=True)
-        return Evaluated(result.loss, {}, _module_of(model).metric_states(x, result.targets, weights, result.outputs))
+        return Evaluated(result.loss, {}, module.metric_states(x, result.targets, weights, result.outputs))
 
     def metrics(self) -> MetricCollection:
         """Makes the metrics that the model was compiled with."""
         from torchmetrics import MetricCollection
 
         from ray_app.task.keras.metrics import KerasMetric
+        from ray_app.task.metric_classes import Logged
 
-        metrics = self.compiled_metrics()
-        return MetricCollection({name: KerasMetric(metric) for name, metric in metrics}, compute_groups=False)
+        logs, metrics = self.compiled.get("test_logs"), self.compiled_metrics()
+        kept: dict[str, Any] = {name: KerasMetric(metric) for name, metric in metrics if logs is None or name in logs}
+        return MetricCollection(kept if logs is None else kept | {_LOGGED: Logged()}, compute_groups=False)
 
     def compiled_metrics(self) -> list[tuple[str, Any]]:
         """Returns the metrics of Keras that the model was compiled with by their names, in Keras' order."""
@@ -330,9 +372,16 @@ class KerasTask(BatchTask):
 
     def update(self, metrics: MetricCollection, outputs: Evaluated, batch: Batch) -> None:
         """Updates the metrics with the states that they have after a batch."""
-        del batch
         for name, metric in metrics.items(keep_base=True, copy_state=False):
-            metric.update(outputs.metrics[str(name)])
+            if name == _LOGGED:
+                metric.update(outputs.logged, count_rows(batch))
+            else:
+                metric.update(outputs.metrics[str(name)])
+
+    def is_reported(self, name: str) -> bool:
+        """Returns whether Keras has a loss in its history: `loss`, or `val_loss`, if a step returns it."""
+        logs = self.compiled.get({"loss": "train_logs", "val_loss": "test_logs"}.get(name, ""))
+        return logs is None or "loss" in logs
 
     def export_files(self, model: nn.Module, folder: Path) -> None:
         """Writes `model.keras` into an export, which Keras loads with any backend and without ray_app."""

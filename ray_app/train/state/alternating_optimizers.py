@@ -1,12 +1,13 @@
 """Several optimizers that take turns, as for a GAN: in each step one optimizer updates its own parameters.
 
 The number of the step decides which optimizer is in turn. In a round every optimizer has as many consecutive steps as
-its specification says, in the order of the configuration. A turn has the name of its optimizer.
+its specification says, in the order of the configuration. A turn has the name of its optimizer. A task with phases uses
+several optimizers, one after the other, for the rows of each step (`Task.phases`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.import_paths import TurnSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, join_names
+from ray_app.task.base import WeightUpdate
 from ray_app.train.state.parameters import load_optimizer, match_names
 
 
@@ -45,8 +47,11 @@ class Turns(Optimizer):
         specs: Specification of each optimizer, by name.
         named: The parameters by name; every trained parameter must belong to exactly one optimizer.
         make: Makes an optimizer from a specification and its parameters by name.
+        phases: The names of the optimizers that each step uses, in their order; empty if steps take turns.
 
     Attributes:
+        phase: The number of the present phase.
+        updates: The changes of the earlier phases of the present step.
         parameters: The trained parameters of each optimizer, by the optimizer's name.
         optimizers: The optimizers by name.
 
@@ -59,9 +64,12 @@ class Turns(Optimizer):
         specs: Mapping[str, TurnSpec],
         named: Mapping[str, nn.Parameter],
         make: Callable[[TurnSpec, Mapping[str, nn.Parameter], str], Optimizer],
+        phases: Sequence[str] = (),
     ) -> None:
         # `Optimizer.__init__` is not called: this object keeps no groups and no state besides those of the optimizers.
         self._specs, self._turn = specs, ""
+        self.phases, self.phase = phases, 0
+        self.updates: list[WeightUpdate] = []
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self.parameters: dict[str, list[nn.Parameter]] = {}
         self.optimizers: dict[str, Optimizer] = {}
@@ -90,13 +98,22 @@ class Turns(Optimizer):
         """Sets `param_groups` to the groups of all optimizers; an optimizer that loads a state makes new groups."""
         self.param_groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
+    def name_at(self, step: int) -> str:
+        """Returns the name of the optimizer of the present phase, or in turn at a step of the run, counted from 0."""
+        return self.phases[self.phase] if self.phases else turn_at(self._specs, step)
+
+    def end_phase(self) -> int:
+        """Ends a phase; returns 1 if the step ends with it, else 0."""
+        self.phase = (self.phase + 1) % max(1, len(self.phases))
+        return int(self.phase == 0)
+
     def optimizer_at(self, step: int) -> Optimizer:
         """Returns the optimizer in turn at a step of the run, counted from 0."""
-        return self.optimizers[turn_at(self._specs, step)]
+        return self.optimizers[self.name_at(step)]
 
     def begin_step(self, step: int) -> str:
         """Calls `enable_gradients` for the optimizer in turn at a step, and returns the optimizer's name."""
-        self.enable_gradients(turn := turn_at(self._specs, step))
+        self.enable_gradients(turn := self.name_at(step))
         return turn
 
     def enable_gradients(self, turn: str) -> None:
@@ -160,7 +177,7 @@ class TurnSchedules:
         total_steps: int,
         make: Callable[[ClassSpec, Optimizer, int], LRScheduler],
     ) -> None:
-        self._specs = specs
+        self._turns = turns
         self.step_counts = {
             turn: steps_in_turn(specs, turn, total_steps) for turn, spec in specs.items() if spec.schedule is not None
         }
@@ -172,7 +189,7 @@ class TurnSchedules:
 
     def step(self, step: int) -> None:
         """Advances the schedule of the optimizer in turn at a step, if that optimizer has a schedule."""
-        turn = turn_at(self._specs, step)
+        turn = self._turns.name_at(step)
         if turn in self.schedules:
             self.schedules[turn].step()
 

@@ -33,6 +33,7 @@ from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.world import World
 from ray_app.task.base import Task
 from ray_app.task.interventions import Intervention
+from ray_app.task.precision import LossScale
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import remove_compiler_hooks
 from ray_app.train.state.alternating_optimizers import Turns, TurnSchedules
@@ -249,7 +250,7 @@ class TrainingState:
         turns: The optimizers that take turns; None if there is only one optimizer.
         schedule: The schedule of the learning rate, or the schedules of the optimizers that take turns; may be None.
         average: The moving average of the parameters; None without `train.ema_decay`.
-        scale: The loss scale; None unless `train.precision` is `fp16`.
+        scale: The loss scale; None unless `train.precision` is `fp16`, or the task has one.
         outer: The outer optimizer of `local_sgd`, which updates the parameters at the end of a round; else None.
         sync: Moves the state between ranks.
     """
@@ -307,14 +308,16 @@ class TrainingState:
         config, model = self._config, self.master
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
-        self.scale = LossScale() if config.train.precision == "fp16" else None
+        state = self._task.initial_loss_scale() if isinstance(self._task, Task) else None
+        self.scale = LossScale(state) if config.train.precision == "fp16" or state else None
         has_outer = config.train.strategy_traits.has_outer_optimizer
         self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None
         if config.optimizers is not None:
-            self.optimizer = self.turns = Turns(config.optimizers, named, self._build_optimizer)
+            assert isinstance(self._task, Task), "only a Task has losses for several optimizers"
+            self.optimizer = self.turns = Turns(config.optimizers, named, self._build_optimizer, self._task.phases())
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
         if config.optimizer.class_path == TASK_OPTIMIZER:
@@ -438,7 +441,7 @@ class TrainingState:
             self.schedule.step(self.step)
         elif self.schedule is not None:
             self.schedule.step()
-        self.step += 1
+        self.step += 1 if self.turns is None else self.turns.end_phase()
 
     def apply(self, change: Intervention) -> None:
         """Applies a change between two epochs."""
@@ -495,46 +498,6 @@ def _make_outer_optimizer(model: nn.Module, train: TrainSection) -> torch.optim.
     trained = [p for p in model.parameters() if p.requires_grad]
     remove_compiler_hooks(torch.optim.SGD)
     return torch.optim.SGD(trained, train.outer_lr, train.outer_momentum, nesterov=train.outer_momentum > 0)
-
-
-FIRST_SCALE, MAX_SCALE = 2.0**16, 2.0**24
-_STEPS_TO_GROW = 2000
-
-
-class LossScale:
-    """The factor by which the loss is multiplied in float16; it is adjusted while training and part of the checkpoint.
-
-    Small gradients vanish in float16, so the loss is multiplied by a scale and the gradient is divided by it again, see
-    Micikevicius et al., "Mixed Precision Training", ICLR 2018. The scale halves when a gradient overflows, and doubles
-    after 2,000 steps in a row without an overflow. It is always a power of two, so it changes no bit of the significand
-    of a number that neither overflows nor underflows. An overflow is detected in the sum over all logical workers, so
-    every worker changes its scale in the same way.
-    """
-
-    def __init__(self) -> None:
-        self.value = FIRST_SCALE
-        self._good_steps = 0
-
-    def update(self, is_finite: bool) -> None:
-        """Adjusts the scale after a step; `is_finite` says whether the gradient was finite."""
-        self._good_steps = self._good_steps + 1 if is_finite else 0
-        if not is_finite:
-            self.value = self.value / 2
-        elif self._good_steps >= _STEPS_TO_GROW and self.value < MAX_SCALE:
-            self.value, self._good_steps = self.value * 2, 0
-
-    @property
-    def can_fall(self) -> bool:
-        """Whether a smaller scale may still avoid an overflow."""
-        return self.value > 1
-
-    def state(self) -> list[float]:
-        """Returns the state for `load`."""
-        return [self.value, float(self._good_steps)]
-
-    def load(self, state: list[float]) -> None:
-        """Loads what `state` returned."""
-        self.value, self._good_steps = state[0], int(state[1])
 
 
 # The salts of the keys are different, so that building the model and the steps draw different random numbers.

@@ -28,7 +28,7 @@ from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.losses import DeviceSums, Losses, MetricKey, check_losses, reduced_values, sum_on_device
-from ray_app.task.precision import Precision
+from ray_app.task.precision import LossScale, Precision
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import (
     BatchNorm,
@@ -38,7 +38,7 @@ from ray_app.torch_private import (
     tensor_version,
     use_eager_roi_align,
 )
-from ray_app.train.state.state import LossScale, seed_step
+from ray_app.train.state.state import seed_step
 from ray_app.train.step.step_stats import StepResult
 
 _ALIGNED_BYTES = 16
@@ -57,12 +57,13 @@ class ReplicaBuffers:
     Args:
         model: The model.
         world: The workers of the generation.
+        has_phases: Whether several passes of a step start from the same buffers.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
+    def __init__(self, model: nn.Module, world: World, has_phases: bool = False) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
-        shared = world.logical_workers > 1
+        shared = world.logical_workers > 1 or has_phases
         self._buffers = TensorGroup(list(model.buffers()) if shared else [])
         # Each buffer with the dictionary of its module and its name there, to notice that it was replaced.
         self._registered_buffers = [

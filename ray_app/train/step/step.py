@@ -209,10 +209,14 @@ class TurnStep:
         state: The training state.
         turns: The optimizers of the state.
         make_step: Makes the step of a turn, while only the parameters of that turn require gradients.
+        buffers: The buffers of the model.
     """
 
-    def __init__(self, state: TrainingState, turns: Turns, make_step: Callable[[str], Step]) -> None:
+    def __init__(
+        self, state: TrainingState, turns: Turns, make_step: Callable[[str], Step], buffers: ReplicaBuffers
+    ) -> None:
         self._state, self._turns = state, turns
+        self._buffers = buffers
         self._steps: dict[str, Step] = {}
         for turn in turns.optimizers:
             turns.enable_gradients(turn)
@@ -224,8 +228,27 @@ class TurnStep:
         return self._state.lr
 
     def run(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int, flags: Flags) -> StepResult:
-        """Runs the step of the optimizer in turn, see `Step.run`."""
-        return self._steps[self._turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
+        """Runs the step of the optimizer in turn, or all phases of a step, see `Step.run`; returns the last result."""
+        turns = self._turns
+        if not turns.phases:
+            return self._steps[turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
+        snapshot = self._state.copy_to_host()
+        try:
+            for phase in range(len(turns.phases)):
+                turn = turns.begin_step(self._state.step)
+                values = [p.detach().clone() for p in turns.parameters[turn]]
+                result = self._steps[turn].run(cursor, batches, global_rows, flags)
+                if phase < len(turns.phases) - 1:
+                    # The last phase alone leaves its buffers: each computes the step from its start.
+                    self._buffers.roll_back()
+                    parameters = zip(turns.parameters[turn], values, strict=True)
+                    turns.updates.append([(p, value, p.detach().clone()) for p, value in parameters])
+        except Exception:
+            self._state.load(snapshot)
+            raise
+        finally:
+            turns.phase, turns.updates = 0, []
+        return result
 
     def close(self) -> None:
         """Closes the steps of all turns."""

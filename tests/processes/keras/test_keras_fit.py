@@ -268,7 +268,7 @@ def test_a_model_with_other_weights_continues_the_run_of_its_name(tmp_path: Path
     ("model", "options", "message"),
     [
         ("uncompiled", {}, "not compiled"),
-        ("own_step", {}, "train_step of its own"),
+        ("own_loop", {}, "fit of its own"),
         ("plain", {"initial_epoch": 1}, "there is nothing to train"),
         ("plain", {"initial_epoch": 1, "epochs": 2, "name": "new"}, "there is no run 'new' that could go on"),
         ("plain", {"validation_split": 0.99}, "both parts need rows"),

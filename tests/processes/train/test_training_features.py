@@ -21,12 +21,13 @@ from ray_app.task.base import Batch
 from ray_app.task.classification import _draw_beta, mix_images, smooth_targets
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
+from ray_app.task.precision import FIRST_SCALE, LossScale
 from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
 from ray_app.train.state.parameters import freeze_parameters
-from ray_app.train.state.state import FIRST_SCALE, TrainingState
+from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes
 from tests.support.local_world import (
     CLASSES,
@@ -161,8 +162,6 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(data: Path, tmp_p
 
 
 def test_the_scale_doubles_after_2000_finite_steps_and_survives_a_resume() -> None:
-    from ray_app.train.state.state import LossScale
-
     scale = LossScale()
     for _ in range(1999):
         scale.update(True)

@@ -145,7 +145,6 @@ def test_weights_that_decay_leaves_alone_are_groups() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mixed_bfloat16"),
         (lambda: keras.optimizers.Adam(lambda: 0.1), "LearningRateSchedule"),
     ],
 )

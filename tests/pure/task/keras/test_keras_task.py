@@ -213,7 +213,7 @@ def prepare_run(data: Path, function: str, callbacks: str | None = None, **field
 @pytest.mark.parametrize(
     ("function", "fields", "words"),
     [
-        ("get_own_step", {}, "train_step of its own"),
+        ("get_own_loop", {}, "fit of its own"),
         ("get_uncompiled", {}, "not compiled"),
         ("get_summed", {}, "sum over a batch"),
         ("get_clipped", {"train__strategy": "fsdp"}, "global_clipnorm|whole weights"),
