@@ -292,14 +292,9 @@ def _refuse_other_arrays(config: Config, before: Config | None) -> None:
 
 
 def _make_history(result: Result, checkpoint: str, rates: list[float]) -> History:
-    """Returns the course of a run; warns of metrics that it has of the validation data alone."""
+    """Returns the course of a run, with its names in the order of Keras."""
     epochs = result.epochs()
-    names = dict.fromkeys(name for values in epochs for name in values)
-    if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
-        logger.warning(
-            "The history has %s, and not the same of the training rows: these are not means over rows.",
-            ", ".join(missing),
-        )
+    names = sorted({name for values in epochs for name in values})
     history = {name: [values[name] for values in epochs if name in values] for name in names}
     if rates:
         history["learning_rate"] = rates[: len(epochs)]

@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,28 +132,35 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
                 " keras.Model."
             )
         refuse_steps(program)
-        return KerasModule(program, settings, expands_targets=_build(program, sample()))
+        return KerasModule(program, settings, *_build(program, sample()))
 
 
-def _build(program: Any, samples: list[Inputs]) -> bool:
+def _build(program: Any, samples: list[Inputs]) -> tuple[bool, library.BatchFacts]:
     """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics.
 
     Returns:
         Whether the model needs targets in the shapes of its outputs: some metrics of Keras refuse a number for each
-        row where the model gives rows of one number.
+        row where the model gives rows of one number. And the facts of its losses and metrics.
     """
     attempts = [(*sample, expands_targets) for sample in samples for expands_targets in (False, True)]
     for number, (inputs, y, weights, expands_targets) in enumerate(attempts):
+        x = fit_inputs(program, inputs)
+        update = partial(_update, program, x, y, weights, expands_targets)
         try:
             with torch.no_grad():
-                x = fit_inputs(program, inputs)
-                outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
-                targets = fit_targets(y, outputs) if expands_targets else y
-                library.compute_loss(program, x, targets, outputs, weights, False)
-                program.compute_metrics(x, targets, outputs, weights)
+                facts = library.measure_batch(program, len(library.import_keras().tree.flatten(x)[0]), update)
             program.reset_metrics()
-            return expands_targets
+            return expands_targets, facts
         except Exception:
             if number == len(attempts) - 1:
                 raise
     raise AssertionError("there is a sample")
+
+
+def _update(program: Any, x: Any, y: Any, weights: Any, expands_targets: bool) -> Any:
+    """Lets a batch go through a model, its losses and metrics; returns the outputs."""
+    outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
+    targets = fit_targets(y, outputs) if expands_targets else y
+    library.compute_loss(program, x, targets, outputs, weights, False)
+    program.compute_metrics(x, targets, outputs, weights)
+    return outputs
