@@ -50,7 +50,7 @@ class Snapshot:
         model: Parameters and persistent buffers of the model that training returns, by name.
         schedule: State of the learning-rate schedule; None without one.
         extra_state: Other state that a resume needs: the trained parameters if `model` has their average, the scale of
-            the loss, and the outer optimizer of `local_sgd`. Files have it under the key `more`.
+            the loss, the outer optimizer of `local_sgd`, and metrics of the epoch. Files have it under the key `more`.
         part: Index and number of the parts if this is one part of a snapshot, with `make_rows` in place of tensors.
     """
 

@@ -72,14 +72,17 @@ class FitColumns:
 
     inputs: Columns
     target: Columns | None = None
-    sample_weight: str | None = None
+    sample_weight: Columns | None = None
 
     @classmethod
     def name(cls, x: Any, y: Any, sample_weight: Any) -> FitColumns:
         """Returns names of columns in the structures of arrays, such as `input_0` and `input_1` of a list."""
         # An array called target would lose an axis of one number.
         target = None if y is None else _name_columns("output", y)
-        return cls(_name_columns("input", x), target, None if sample_weight is None else "sample_weight")
+        weights = None if sample_weight is None else library.standardize_weights(y, sample_weight)
+        return cls(
+            _name_columns("input", x), target, None if weights is None else _name_columns("sample_weight", weights)
+        )
 
     def fill(self, x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
         """Returns arrays by the names of their columns.
@@ -92,9 +95,10 @@ class FitColumns:
             raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
             raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
-        if sample_weight is None:
-            sample_weight = np.ones(len(next(iter(columns.values()))), np.float32)
-        parts["sample_weight"] = fill_columns(self.sample_weight, sample_weight, "sample_weight")
+        weights = np.ones(len(next(iter(columns.values()))), np.float32) if sample_weight is None else sample_weight
+        if y is not None and self.sample_weight is not None:
+            weights = library.standardize_weights(y, weights)
+        parts["sample_weight"] = fill_columns(self.sample_weight, weights, "sample_weight")
         sizes = {argument: [len(values) for values in part.values()] for argument, part in parts.items() if part}
         if len(set(chain(*sizes.values()))) > 1:
             text = ", ".join(f"{argument} has {' and '.join(map(str, rows))} rows" for argument, rows in sizes.items())

@@ -21,7 +21,7 @@ from ray_app.data.probes import sample_rows
 from ray_app.errors import ConfigError, join_names
 from ray_app.preflight.context import PreflightContext, RowProbe, cut_unevenly
 from ray_app.preflight.metric_checks import MAX_ROWS, MIN_ROWS, Means, Part, compare_means, cycle_rows
-from ray_app.task.losses import check_losses, sum_losses
+from ray_app.task.losses import check_losses, step_rows, sum_losses
 from ray_app.task.ragged import Arrays, to_batch
 from ray_app.task.whole_batches import BatchTask
 from ray_app.torch_private import BatchNorm
@@ -146,6 +146,7 @@ def _training_mean_warnings(task: BatchTask, model: nn.Module, rows: Arrays) -> 
 def _means(task: BatchTask, model: nn.Module, rows: Arrays, part: Part, seed: int) -> Means:
     """Returns the values of a training step on some of the rows, with torch's generator seeded."""
     torch.manual_seed(seed)
+    step_rows.set(None)
     keys = torch.arange(len(next(iter(rows.values()))))[part]
     batch = task.augment(to_batch({name: values[part] for name, values in rows.items()}), keys)
     sums = sum_losses(task, check_losses(task, task.training_loss(model, batch), len(keys)))

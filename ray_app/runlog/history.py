@@ -211,7 +211,7 @@ def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float
 
 
 def means(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns the means of the loss and of the task's metrics over some steps, weighted by `StepRecord.over`."""
+    """Returns means over some steps, weighted by `StepRecord.over`, and the last values of `StepRecord.running`."""
     averages: dict[str, float] = {}
     for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
         values = [
@@ -224,7 +224,7 @@ def means(records: Sequence[StepRecord]) -> dict[str, float]:
         # value * weight / weight may differ from the value in its last bit.
         if len(values) == 1 and over:
             averages[name] = values[0][0]
-    return averages
+    return averages | {name: record.metrics[name] for record in records for name in record.running}
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:

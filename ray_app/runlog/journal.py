@@ -81,7 +81,8 @@ class StepRecord:
             write the same execution of a step; by this field it is distinguished from a step that was done again.
         skipped: Number of rows that were planned for the step and cannot be decoded; they are not among `rows`.
         weight: The sum of the rows' weights, if means are over these and not over `rows`.
-        metrics: The task's own metrics of the step, means like the loss.
+        metrics: The task's own metrics of the step, means like the loss, or values over the rows of the epoch so far.
+        running: The names of those of the latter kind.
         imbalance: Load of the busiest worker in the steps before, as a multiple of the mean; None if unknown.
         recomputed: Number of shares of logical workers that two workers computed, with equal checksums.
         slow: The stragglers by rank, with their time as a multiple of the others' time.
@@ -105,6 +106,7 @@ class StepRecord:
     imbalance: float | None = None
     recomputed: int = 0
     slow: Mapping[str, float] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
 
     @property
     def over(self) -> float:
@@ -115,7 +117,7 @@ class StepRecord:
 _COLUMNS = [column.name for column in fields(StepRecord)]
 _NUMBERS = ("loss", "lr", "grad_norm", "metrics")
 """Columns with numbers that may not be finite, as the norm of a gradient that overflowed; JSON has null for them."""
-_DEFAULTS: dict[str, Any] = {"weight": None, "metrics": {}, "imbalance": None, "recomputed": 0, "slow": {}}
+_DEFAULTS: Any = {"weight": None, "metrics": {}, "imbalance": None, "recomputed": 0, "slow": {}, "running": []}
 """Columns that are left out of a segment in which every record has this value."""
 
 

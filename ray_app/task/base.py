@@ -65,6 +65,8 @@ class Task(ABC):
     """Whether user code in `build_model` may draw from Python's and NumPy's generators, seeded from torch's."""
     keeps_modes: ClassVar[bool] = False
     """Whether layers that `build_model` returns in evaluation mode stay in it, as Lightning's trainer leaves them."""
+    has_means_over_rows: ClassVar[bool] = False
+    """Whether the mean loss of an epoch is over its rows, also where that of a step is over the weights of rows."""
     functions: ClassVar[tuple[str, ...]] = ()
     """Arguments that are import paths of functions: their files are part of a run, and no package can change them."""
     sample_weight: str | None = None
@@ -281,6 +283,17 @@ class Task(ABC):
         """
         del model
         return self.loss(outputs, batch)
+
+    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+        """Returns the states of metrics over the rows of an epoch so far, and these metrics by name.
+
+        Every worker calls it after a step in which `training_loss` has returned `Losses.states`.
+
+        Args:
+            total: The states that the step before has returned; empty in the first step of an epoch.
+            states: The states of each logical worker with rows, in the order of the logical workers.
+        """
+        raise NotImplementedError
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the losses of a training batch for one of several alternating optimizers (`optimizers`).

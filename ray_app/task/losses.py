@@ -45,12 +45,14 @@ class Losses:
         weights: The weight of each row, 0 or more, shape (rows,); None: 1 each.
         metrics: Further metrics of a training step by name, as sums over each row's parts like `values`, shape (rows,);
             their means are over the same weights.
+        states: States of metrics after these rows, as one tensor of shape (n,), see `Task.running_metrics`.
         reduced: The values that `reduce` has got; the step sets them.
     """
 
     values: Tensor
     weights: Tensor | None = None
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    states: Tensor | None = None
     reduced: Mapping[MetricKey, Tensor] = field(default_factory=dict)
 
     @property
@@ -69,11 +71,12 @@ class Losses:
 
 
 class LossSums(NamedTuple):
-    """The sums of the losses, the weights and each metric over some rows, of a step or an evaluation."""
+    """The sums of the losses, the weights and each metric over some rows, and the `Losses.states` of these."""
 
     loss: float
     weight: float
     metrics: dict[MetricKey, float]
+    states: Sequence[float] = ()
 
 
 ZERO_SUMS = LossSums(0.0, 0.0, {})
@@ -89,6 +92,10 @@ class MetricKey(NamedTuple):
 
 reduced_values: ContextVar[dict[MetricKey, Tensor] | None] = ContextVar("reduced_values", default=None)
 """The values, of shape (), that `reduce` has got for the present micro-batch; None outside of a training loss."""
+
+
+step_rows: ContextVar[int | None] = ContextVar("step_rows", default=None)
+"""The number of rows of all logical workers in the present step; None outside of a step."""
 
 
 def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> None:
@@ -177,9 +184,9 @@ class DeviceSums(NamedTuple):
     """Sums over rows, still on the device that computed them.
 
     Args:
-        values: The sum of the losses and, with weights or metrics, the sums of the weights and of each metric; one
-            value, or shape (2 + metrics,).
-        metrics: The metrics in their order; None without weights and metrics.
+        values: The sum of the losses and, with weights, metrics or states, the sums of the weights and of each metric,
+            and the states; one value, or shape (2 + metrics + states,).
+        metrics: The metrics in their order; None without weights, metrics and states.
     """
 
     values: Tensor
@@ -190,14 +197,17 @@ class DeviceSums(NamedTuple):
 def sum_on_device(losses: Losses) -> DeviceSums:
     """Returns the sums over rows without waiting for the device."""
     values = losses.values.detach()
-    if losses.weights is None and not losses.metrics and not losses.reduced:
+    if losses.weights is None and not losses.metrics and not losses.reduced and losses.states is None:
         return DeviceSums(values.sum(), len(values), None)
     weights = losses.row_weights.detach()
     sums = {MetricKey(name): value.detach().sum(dtype=torch.float64) for name, value in losses.metrics.items()}
     sums |= {key: value.to(values.device) for key, value in losses.reduced.items()}
     keys = sorted(sums)
     others = [weights.sum(dtype=torch.float64), *(sums[key] for key in keys)]
-    return DeviceSums(torch.stack([values.sum().double(), *others]), len(values), tuple(keys))
+    numbers = torch.stack([values.sum().double(), *others])
+    if losses.states is not None:
+        numbers = torch.cat([numbers, losses.states.detach().to(numbers)])
+    return DeviceSums(numbers, len(values), tuple(keys))
 
 
 def read_sums(
@@ -220,10 +230,11 @@ def read_sums(
             loss_sums.append(LossSums(numbers[at], float(one.rows), {}))
             at += 1
         else:
-            loss, weight, *metrics = numbers[at : at + 2 + len(one.metrics)]
+            loss, weight, *values = numbers[at : at + len(one.values)]
             check_weight(task, weight, one.rows)
-            loss_sums.append(LossSums(loss, weight, dict(zip(one.metrics, metrics, strict=True))))
-            at += 2 + len(metrics)
+            metrics = dict(zip(one.metrics, values, strict=False))
+            loss_sums.append(LossSums(loss, weight, metrics, values[len(metrics) :]))
+            at += len(one.values)
     return loss_sums, numbers[at:]
 
 

@@ -107,7 +107,8 @@ def build_step(
             assert isinstance(reducer, BucketedReducer), "checked with the configuration"
             sdc = SdcChecker(compared_workers, world, passes, buffers, reducer)
         max_norm = train.grad_clip_norm
-        return Step(job.task, state, passes, reducer, buffers, make_stats(), world, enter, max_norm, timer, sdc)
+        parts = (job.task, state, passes, reducer, buffers, make_stats(), world, enter, max_norm, timer, sdc)
+        return Step(*parts, job.steps_per_epoch)
 
     return TurnStep(state, turns, make_step, buffers) if turns is not None else make_step()
 

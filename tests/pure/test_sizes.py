@@ -30,7 +30,7 @@ CEILINGS = {
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
     "ray_app/retrain": 2_137,
-    "ray_app/runlog": 2_261,
+    "ray_app/runlog": 2_263,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
     "ray_app/task": 10_459,

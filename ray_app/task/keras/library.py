@@ -18,11 +18,11 @@ import random
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -44,6 +44,8 @@ _GLOBAL_GENERATOR = "global_seed_generator"
 _RANDOM_SEED = "global_random_seed"
 """Keras' global attribute with the seed of `keras.utils.set_random_seed`."""
 _MAX_SEED = 2**31
+_MAX_STATES = 10_000
+"""The maximum number of states of a metric that travel with each step."""
 
 
 def choose_backend() -> None:
@@ -257,12 +259,6 @@ def compute_loss(program: Any, x: Any, y: Any, outputs: Any, weights: Any, is_tr
     return loss
 
 
-def summed_losses(program: Any) -> list[str]:
-    """Returns the names of the losses of a model that are sums over a batch, once a batch has gone through it."""
-    losses = [] if program._compile_loss is None else program._compile_loss._flat_losses or []
-    return [one.name for one in losses if getattr(one.loss, "reduction", None) == "sum"]
-
-
 def update_metrics(program: Any, x: Any, y: Any, outputs: Any, weights: Any) -> None:
     """Updates the metrics of a compiled model with a batch.
 
@@ -289,39 +285,133 @@ def compiled_metrics(program: Any) -> list[tuple[str, Any]]:
     return list(named.items())
 
 
-def weighted_metrics(program: Any) -> list[Any]:
-    """Returns the metrics of a model that use the weights of rows: `weighted_metrics` of `compile`."""
-    parts = [] if program._compile_metrics is None else program._compile_metrics._flat_weighted_metrics or []
-    return [metric for part in parts if part is not None for metric in part.metrics]
-
-
-def has_mask(outputs: Any) -> bool:
-    """Returns whether an output has a mask, by which Keras leaves parts of rows out of losses and metrics."""
-    keras = import_keras()
-    from keras.src.backend import get_keras_mask
-
-    return any(get_keras_mask(tensor) is not None for tensor in keras.tree.flatten(outputs))
-
-
 def is_higher_better(metric: Any) -> bool | None:
     """Returns whether more of a metric is better, None if its class does not define it."""
     return {"up": True, "down": False}.get(getattr(metric, "_direction", ""))
 
 
 def is_mean(metric: Any) -> bool:
-    """Returns whether a metric is the mean of one number per row, which the result of a batch then is, too.
+    """Returns whether a metric is a mean that only Keras updates, so that its count is of numbers that it was given.
 
-    A function of the mean, such as the root of RootMeanSquaredError, is not: its means over batches differ from it.
+    A function of the mean, such as the root of RootMeanSquaredError, is none: its means over batches differ from it.
     """
-    mean = import_keras().metrics.Mean
-    return isinstance(metric, mean) and type(metric).result is mean.result
+    mean, kind = import_keras().metrics.Mean, type(metric)
+    return isinstance(metric, mean) and kind.result is mean.result and kind.__module__.startswith("keras.")
 
 
-def row_states(metric: Any, rows: int) -> list[torch.Tensor]:
+def is_merged(metric: Any) -> bool:
+    """Returns whether a metric has a method of its own that adds the states of others."""
+    return callable(getattr(metric, "merge_state", None))
+
+
+def flat_states(metric: Any) -> torch.Tensor:
+    """Returns the states of a metric one after the other, as float64 of shape (n,)."""
+    return torch.cat([tensor_of(v).detach().double().flatten() for v in metric.variables])
+
+
+class BatchFacts(NamedTuple):
+    """What a batch that has gone through a model shows of its losses and metrics.
+
+    Args:
+        means: The metrics that are means of one number per row.
+        carried: Those of the others with one value, of states that can be added over parts of the rows.
+        left_out: The remaining ones.
+        reductions: How the losses of `compile` reduce their numbers, see `noted_losses`.
+        is_by_batch: Whether a loss or a mean may be another number for all rows than for batches of them.
+    """
+
+    means: list[str]
+    carried: list[str]
+    left_out: list[str]
+    reductions: list[str]
+    is_by_batch: bool
+
+
+def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFacts:
+    """Returns the facts of a model; `update` gives it, its losses and metrics a batch, and returns the outputs."""
+    keras = import_keras()
+    from keras.src.backend import get_keras_mask
+
+    program.reset_metrics()
+    with noted_losses() as notes:
+        outputs = update()
+    reductions, metrics = [reduction for reduction, _ in notes], dict(compiled_metrics(program))
+    parts = [] if program._compile_metrics is None else program._compile_metrics._flat_metrics or []
+    compiled = [metric for part in parts if part is not None for metric in part.metrics]
+    compiled += [] if program._compile_loss is None else program._compile_loss.metrics
+    # Weights and masks are others in each part of a batch.
+    has_mask = any(get_keras_mask(tensor) is not None for tensor in keras.tree.flatten(outputs))
+    count = -1 if has_mask or "weights" in reductions else rows
+    means = [name for name, m in metrics.items() if m in compiled and is_mean(m) and float(m.count) == count]
+    once = {name: flat_states(m) for name, m in metrics.items() if m.variables and name not in means}
+    scalars = [m for m in metrics.values() if isinstance(m, keras.metrics.Mean) and (not is_mean(m) or m.count == 1)]
+    update()
+    added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
+    carried = [
+        name for name in added if len(once[name]) <= _MAX_STATES and np.prod(np.shape(metrics[name].result())) == 1
+    ]
+    names = ("compute_loss", "compute_metrics")
+    is_own = any(getattr(type(program), name) is not getattr(keras.Model, name) for name in names)
+    is_by_batch = len(added) == len(once) and bool(is_own or scalars or {*reductions} - {"rows"})
+    return BatchFacts(means, carried, [name for name in once if name not in carried], reductions, is_by_batch)
+
+
+@contextmanager
+def noted_losses(factor: float = 1.0, kinds: Iterable[str] = ("",)) -> Iterator[list[tuple[str, torch.Tensor | None]]]:
+    """Notes how each loss of `compile` in a block reduces its numbers, and the weight that it divides by.
+
+    It is `rows` for a mean over all numbers, `weights` for one over the sum of weights or a mask; `sum`, which is
+    multiplied by `factor`; and `batch` for one number of a whole batch. Of losses with `rows` alone nothing is noted.
+    """
+    import_keras()
+    from keras.src.losses import loss as losses
+
+    original, notes = losses.reduce_weighted_values, list[tuple[str, torch.Tensor | None]]()
+    if {"rows"}.issuperset(kinds):
+        yield notes
+        return
+
+    def reduce(
+        values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = None, dtype: Any = None
+    ) -> Any:
+        result = original(values, sample_weight, mask, reduction, dtype)
+        if reduction == "mean_with_sample_weight":
+            mask = losses.apply_mask(sample_weight, mask, values.dtype, reduction)
+        weight = None if mask is None or reduction == "sum" else torch.as_tensor(mask).detach().sum()
+        kind = "rows" if weight is None else "weights"
+        notes.append(("sum" if reduction == "sum" else kind if values.ndim else "batch", weight))
+        return result * factor if reduction == "sum" else result
+
+    losses.reduce_weighted_values = reduce
+    try:
+        yield notes
+    finally:
+        losses.reduce_weighted_values = original
+
+
+def standardize_weights(y: Any, weights: Any) -> Any:
+    """Returns weights of rows in the structure of the targets, as `fit` of Keras makes them, with ones for None.
+
+    Raises:
+        ConfigError: Their structures differ.
+    """
+    keras = import_keras()
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+    try:
+        adapter = ArrayDataAdapter(y, y, weights)
+    except ValueError as error:
+        # Keras shows the arrays.
+        raise ConfigError(str(error).partition("\n")[0]) from error
+    ones = np.ones(len(keras.tree.flatten(y)[0]))
+    return keras.tree.map_structure(lambda one: ones if one is None else one, adapter._inputs[2])
+
+
+def row_states(metric: Any, rows: int) -> torch.Tensor:
     """Returns the states of a metric after a batch; those of a mean that got the mean of the batch alone count rows."""
-    states = [tensor_of(variable).detach().clone() for variable in metric.variables]
+    states = flat_states(metric)
     is_single = is_mean(metric) and type(metric) is import_keras().metrics.Mean and float(states[1]) == 1
-    return [state * rows for state in states] if is_single else states
+    return states * rows if is_single else states
 
 
 def _add_metrics(named: dict[str, Any], parts: list[Any], prefix: str) -> None:
@@ -486,7 +576,7 @@ class _SharingPickler(_ProgramPickler):
 
 
 def _contains_layer(function: Any) -> bool:
-    """Returns whether a function was made in a layer, such as Keras' wrapper of `build`, so that each copy has its own."""
+    """Returns whether a function was made in a layer, such as the wrapper of `build`, so that each copy has its own."""
     saveable = import_keras().KerasTensor, import_keras().layers.Layer
     cells = getattr(function, "__closure__", None) or ()
     return any(isinstance(_content_of(cell), saveable) for cell in cells)

@@ -6,10 +6,10 @@ torchmetrics metric here, so that an evaluation combines, shares and resamples t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -17,6 +17,7 @@ from torchmetrics import Metric
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
 from ray_app.task.keras import library
+from ray_app.task.losses import STEP_METRICS
 
 
 class KerasMetric(Metric):
@@ -31,6 +32,7 @@ class KerasMetric(Metric):
 
     full_state_update = False
     parts: list[Tensor]
+    total: Tensor
 
     def __init__(self, metric: Any) -> None:
         super().__init__()
@@ -38,56 +40,73 @@ class KerasMetric(Metric):
         self._metric: Callable[[], Any] = lambda: metric
         # torchmetrics makes this attribute of a class constant, and Keras has it of an object.
         vars(self)["higher_is_better"] = library.is_higher_better(metric)
-        # It may have a method of its own that adds the states of others.
-        self._is_merged = callable(getattr(metric, "merge_state", None))
-        self._count = len(metric.variables)
+        self._is_merged = library.is_merged(metric)
         if self._is_merged:
             self.add_state("parts", [], "cat")
             return
-        for i, variable in enumerate(metric.variables):
+        for variable in metric.variables:
             if variable.aggregation not in ("sum", "none"):
                 raise ConfigError(
                     f"The metric {metric.name!r} ({type(metric).__name__}) keeps {variable.name} as"
                     f" {variable.aggregation} over replicas, which cannot be put together from parts of the rows. Make"
                     " it a sum (add_variable(aggregation='sum')), or write merge_state(metrics)."
                 )
-            self.add_state(f"state_{i}", torch.zeros(tuple(variable.shape), dtype=torch.float64), "sum")
+        self.add_state("total", torch.zeros_like(library.flat_states(metric)), "sum")
 
-    def update(self, states: Sequence[Tensor]) -> None:
-        """Adds the variables that Keras' metric has after some rows, each of its shape."""
+    def update(self, states: Tensor) -> None:
+        """Adds the variables that Keras' metric has after some rows, see `library.flat_states`."""
         if self._is_merged:
-            data = safetensors.torch.save({str(i): state.contiguous() for i, state in enumerate(states)})
-            self.parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            return
-        for i, state in enumerate(states):
-            name = f"state_{i}"
-            setattr(self, name, getattr(self, name) + state.to(getattr(self, name)))
+            # Torch concatenates the parts of several chunks.
+            self.parts.append(states[None])
+        else:
+            self.total = self.total + states
 
     def compute(self) -> Any:
         """Returns the value of all rows; a dictionary if the metric has several."""
-        metric = self._metric()
-        with library.device_scope(HOST):
-            if self._is_merged:
-                self._merge(metric)
-            else:
-                _assign(metric, [getattr(self, f"state_{i}") for i in range(self._count)])
-            result = metric.result()
-            metric.reset_state()
+        parts = torch.cat(self.parts).unbind() if self._is_merged else [self.total]
+        _, result = _combine(self._metric(), parts)
         return {k: _plain(v) for k, v in result.items()} if isinstance(result, dict) else _plain(result)
 
-    def _merge(self, metric: Any) -> None:
-        """Lets the metric add the states of all parts, in their order."""
+
+def add_states(metrics: Mapping[str, Any], parts: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, float]]:
+    """Returns the states of metrics over parts of the rows, in their order, and the metrics with one number by name.
+
+    Args:
+        metrics: The metrics of Keras.
+        parts: In each part the states of all metrics, see `library.flat_states`.
+    """
+    table, sizes = torch.tensor(parts, dtype=torch.float64), [library.flat_states(m).numel() for m in metrics.values()]
+    totals, values = list[Tensor](), dict[str, Any]()
+    for (name, metric), columns in zip(metrics.items(), table.split(sizes, 1), strict=True):
+        total, result = _combine(metric, columns.unbind())
+        totals.append(total)
+        values |= result if isinstance(result, dict) else {name: result}
+    numbers = {name: _plain(value) for name, value in values.items() if name not in STEP_METRICS}
+    return torch.cat(totals).tolist(), {name: value.item() for name, value in numbers.items() if value.numel() == 1}
+
+
+def _combine(metric: Any, parts: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    """Returns the states of a metric over parts of the rows, and the value of it, which is reset."""
+    with library.device_scope(HOST), torch.no_grad():
         metric.reset_state()
-        for part in self.parts:
-            other = type(metric).from_config(metric.get_config())
-            states = safetensors.torch.load(part.numpy().tobytes())
-            _assign(other, [states[str(i)] for i in range(self._count)])
-            metric.merge_state([other])
+        if library.is_merged(metric):
+            for states in parts:
+                other = type(metric).from_config(metric.get_config())
+                _assign(other, states)
+                metric.merge_state([other])
+            total = library.flat_states(metric)
+        else:
+            total = sum(parts[1:], start=parts[0])
+            _assign(metric, total)
+        result = metric.result()
+        metric.reset_state()
+    return total, result
 
 
-def _assign(metric: Any, states: Sequence[Tensor]) -> None:
-    for variable, state in zip(metric.variables, states, strict=True):
-        variable.assign(state)
+def _assign(metric: Any, states: Tensor) -> None:
+    parts = states.split([math.prod(variable.shape) for variable in metric.variables])
+    for variable, part in zip(metric.variables, parts, strict=True):
+        variable.assign(part.reshape(variable.shape))
 
 
 def _plain(value: Any) -> Tensor:

@@ -21,6 +21,7 @@ from ray_app.devices import HOST, to_device
 from ray_app.errors import ConfigError
 from ray_app.task.base import WeightUpdate
 from ray_app.task.keras import library
+from ray_app.task.keras.library import BatchFacts
 from ray_app.task.keras.steps import HandOver, OwnSteps, run_train_step
 from ray_app.task.whole_batches import Evaluated
 from ray_app.torch_private import registered_buffers
@@ -29,6 +30,8 @@ _MAX_SEED = 2**31
 _LOSS = "loss"
 """The name under which a step returns its loss."""
 _KERAS_STEPS = OwnSteps()
+NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False)
+"""The facts of a model that computes its loss in a step of its own."""
 
 
 class KerasPass(NamedTuple):
@@ -38,11 +41,13 @@ class KerasPass(NamedTuple):
         loss: Its mean loss, shape ().
         outputs: What the model gave.
         targets: The targets as losses and metrics got them.
+        weight: What the loss divides by, shape (), if it is a mean over weights or a mask; else None.
     """
 
     loss: Tensor
     outputs: Any
     targets: Any
+    weight: Tensor | None
 
 
 class _Slot:
@@ -77,6 +82,7 @@ class KerasModule(nn.Module):
         settings: The settings of Keras that the program expects.
         expands_targets: Whether the program needs targets in the shapes of its outputs, see `fit_targets`.
         steps: The steps that the program writes itself.
+        facts: The facts of its losses and metrics.
 
     Attributes:
         program: The model.
@@ -89,10 +95,11 @@ class KerasModule(nn.Module):
         program: Any,
         settings: library.Settings,
         expands_targets: bool = False,
+        facts: BatchFacts = NO_FACTS,
         steps: OwnSteps = _KERAS_STEPS,
     ) -> None:
         super().__init__()
-        self.steps = steps
+        self.facts, self.steps = facts, steps
         self._settings, self._expands_targets = settings, expands_targets
         # `nn.Module` would make it a submodule.
         vars(self)["program"] = program
@@ -149,7 +156,7 @@ class KerasModule(nn.Module):
         """Returns a copy, of which the tensors are copied by PyTorch."""
         with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
             program = library.load_program(library.dump_program(self.program))
-            copied = KerasModule(program, self._settings, self._expands_targets, self.steps)
+            copied = KerasModule(program, self._settings, self._expands_targets, self.facts, self.steps)
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())
         for name, p in self.named_parameters():
@@ -179,7 +186,7 @@ class KerasModule(nn.Module):
             library.freeze_layers(self.program, frozen)
         return self
 
-    def forward(self, x: Any, y: Any = None, weights: Any = None, with_loss: bool = False) -> Any:
+    def forward(self, x: Any, y: Any = None, weights: Any = None, with_loss: bool = False, factor: float = 1) -> Any:
         """Runs a batch through the model.
 
         Args:
@@ -187,6 +194,7 @@ class KerasModule(nn.Module):
             y: The targets; None if the model has its losses from `add_loss` alone.
             weights: The weight of each row, shape (rows,); None for equal weights.
             with_loss: Whether to compute the loss, too.
+            factor: What losses that are sums are multiplied by.
 
         Returns:
             What the model gives; with the loss a `KerasPass`.
@@ -198,16 +206,20 @@ class KerasModule(nn.Module):
             x = fit_inputs(program, x)
             if not with_loss and "predict_step" in library.overridden_steps(program):
                 return program.predict_step(pack(program, x, None, None))
+            if with_loss:
+                # Layers may update metrics, too.
+                if self._metrics is None:
+                    program.reset_metrics()
+                else:
+                    for metric in self._metrics.values():
+                        metric.reset_state()
             outputs = program(x, training=self.training) if library.has_training_argument(program) else program(x)
             if not with_loss:
                 return outputs
-            if self._metrics is None:
-                program.reset_metrics()
-            else:
-                for metric in self._metrics.values():
-                    metric.reset_state()
             y = fit_targets(y, outputs) if self._expands_targets else y
-            return KerasPass(library.compute_loss(program, x, y, outputs, weights, self.training), outputs, y)
+            with library.noted_losses(factor, self.facts.reductions) as notes:
+                loss = library.compute_loss(program, x, y, outputs, weights, self.training)
+            return KerasPass(loss, outputs, y, notes[0][1] if len(notes) == 1 else None)
 
     def train_step(
         self, x: Any, y: Any, weights: Any, phase: int, updates: Sequence[WeightUpdate]
@@ -268,30 +280,22 @@ class KerasModule(nn.Module):
         for generator, seed in zip(generators, to_device(seeds, self.device), strict=True):
             library.tensor_of(generator.state).copy_(seed)
 
-    def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, list[Tensor]]:
+    def metric_states(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Tensor]:
         """Returns the states of the model's metrics after a batch that has just gone through it, by their names."""
         with library.device_scope(self.device):
             metrics = self._update_metrics(x, y, weights, outputs)
-            return {
-                name: [library.tensor_of(v).detach().clone() for v in metric.variables]
-                for name, metric in metrics.items()
-            }
+            return {name: library.flat_states(metric) for name, metric in metrics.items()}
 
-    def metric_means(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Tensor]:
-        """Returns the metrics that are means over rows, of a batch that has just gone through the model, of shape ().
+    def step_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Returns the metrics of a training batch that are means over rows, and the states of `facts.carried`, if any.
 
-        Means over weights of rows or over what a mask leaves have another weight in each batch, so they are left out.
+        The means have the shape (), the states stand one after the other.
         """
-        if library.has_mask(outputs):
-            return {}
-        weighted = library.weighted_metrics(self.program) if weights is not None else []
         with library.device_scope(self.device), torch.no_grad():
             metrics = self._update_metrics(x, y, weights, outputs)
-            return {
-                name: metric.result().detach()
-                for name, metric in metrics.items()
-                if library.is_mean(metric) and metric not in weighted
-            }
+            states = [library.flat_states(metrics[name]) for name in self.facts.carried]
+            means = {name: metrics[name].result().detach() for name in self.facts.means}
+        return means, torch.cat(states) if states else None
 
     def _update_metrics(self, x: Any, y: Any, weights: Any, outputs: Any) -> dict[str, Any]:
         """Updates the model's metrics with a batch, and returns them by their names."""

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.storage.files import to_location
 from ray_app.task.keras import library
-from ray_app.task.keras.module import KerasModule, fit_inputs, fit_targets, pack, refuse_steps
+from ray_app.task.keras.module import NO_FACTS, KerasModule, fit_inputs, fit_targets, pack, refuse_steps
 from ray_app.task.keras.steps import OwnSteps, examine_steps
 from ray_app.task.transforms import Spec, instantiate
 
@@ -156,14 +157,14 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
             )
         refuse_steps(program)
         names, steps = library.overridden_steps(program), OwnSteps()
-        expands_targets = False
+        expands_targets, facts = False, NO_FACTS
         if not {"train_step", "test_step"} <= set(names):
             # A `train_step` may have a loss of its own.
             with suppress(*([ValueError, NotImplementedError] if "train_step" in names else [])):
-                expands_targets = _build(program, sample())
+                expands_targets, facts = _build(program, sample())
         if {"train_step", "test_step"} & set(names):
             steps = _build_steps(program, sample())
-        return KerasModule(program, settings, expands_targets, steps)
+        return KerasModule(program, settings, expands_targets, facts, steps)
 
 
 def _build_steps(program: Any, samples: list[Inputs]) -> OwnSteps:
@@ -192,29 +193,36 @@ def make_module(model: str) -> KerasModule:
         return KerasModule(load_class(model)(), settings)
 
 
-def _build(program: Any, samples: list[Inputs]) -> bool:
+def _build(program: Any, samples: list[Inputs]) -> tuple[bool, library.BatchFacts]:
     """Lets a batch of zeros go through a model, by which Keras makes its weights, losses and metrics.
 
     Returns:
         Whether the model needs targets in the shapes of its outputs: some metrics of Keras refuse a number for each
-        row where the model gives rows of one number.
+        row where the model gives rows of one number. And the facts of its losses and metrics.
     """
     # A layer may count its calls.
     before = program.get_weights() if program.built else None
     attempts = [(*sample, expands_targets) for sample in samples for expands_targets in (False, True)]
     for number, (inputs, y, weights, expands_targets) in enumerate(attempts):
+        x = fit_inputs(program, inputs)
+        update = partial(_update, program, x, y, weights, expands_targets)
         try:
             with torch.no_grad():
-                x = fit_inputs(program, inputs)
-                outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
-                targets = fit_targets(y, outputs) if expands_targets else y
-                library.compute_loss(program, x, targets, outputs, weights, True)
-                program.compute_metrics(x, targets, outputs, weights)
+                facts = library.measure_batch(program, len(library.import_keras().tree.flatten(x)[0]), update)
             program.reset_metrics()
             if before is not None:
                 program.set_weights(before)
-            return expands_targets
+            return expands_targets, facts
         except Exception:
             if number == len(attempts) - 1:
                 raise
     raise AssertionError("there is a sample")
+
+
+def _update(program: Any, x: Any, y: Any, weights: Any, expands_targets: bool) -> Any:
+    """Lets a batch go through a model, its losses and metrics; returns the outputs."""
+    outputs = program(x, training=False) if library.has_training_argument(program) else program(x)
+    targets = fit_targets(y, outputs) if expands_targets else y
+    library.compute_loss(program, x, targets, outputs, weights, True)
+    program.compute_metrics(x, targets, outputs, weights)
+    return outputs

@@ -27,7 +27,7 @@ from ray_app.task.keras import library, program
 from ray_app.task.keras.callbacks import CallbackRunner, evaluates_average, monitored_fields, running_callbacks
 from ray_app.task.keras.module import KerasModule, KerasPass
 from ray_app.task.keras.optimizer import OPTIMIZER, describe_optimizers, refuse_sharding
-from ray_app.task.losses import Losses
+from ray_app.task.losses import Losses, step_rows
 from ray_app.task.metrics import Mode
 from ray_app.task.ragged import Arrays, Ragged, to_array, to_batch
 from ray_app.task.transforms import Spec, instantiate
@@ -76,7 +76,8 @@ class KerasTask(BatchTask):
             side if the model has one input; or columns by the names of inputs.
         target: The column of the target; a list for several outputs, or columns by the names of outputs. Null if the
             model has its loss from `add_loss`.
-        sample_weight: Column with the weight of each row, as `fit` takes it.
+        sample_weight: Column with the weight of each row, as `fit` takes it; columns in the structure of `target` for
+            weights of each output.
         class_weight: The weight of each class in training, as `fit` takes it.
         scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
         best_metric: The metric that decides which checkpoint is best.
@@ -90,13 +91,14 @@ class KerasTask(BatchTask):
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
     seeds_all_generators: ClassVar[bool] = True
     """Initializers of Keras get their seeds from Python's generator, see `library.program_session`."""
+    has_means_over_rows: ClassVar[bool] = True
 
     def __init__(
         self,
         model: str | Spec,
         inputs: Columns,
         target: Columns | None = None,
-        sample_weight: str | None = None,
+        sample_weight: Columns | None = None,
         class_weight: dict[int, float] | None = None,
         scale: float = 1,
         transforms: list[Spec] | None = None,
@@ -114,12 +116,17 @@ class KerasTask(BatchTask):
         batch, lists = list(dict.fromkeys([*columns, *targets])), (pad_with, pad_to, max_length)
         reading = (transforms, evaluate_transforms, None, None, *lists, best_metric, best_mode, exif_orientation)
         super().__init__(program.spec_of_program(model), batch, None, *reading)
-        _need_columns(inputs, columns, class_weight, sample_weight, scale)
+        _need_columns(inputs, columns, scale)
+        if class_weight and (sample_weight is not None or not isinstance(target, str)):
+            raise ConfigError(
+                "You cannot `class_weight` and `sample_weight` at the same time, and `class_weight` is only supported"
+                " for Models with a single output. Multiply the weights, and give them as sample_weight."
+            )
         self.model_inputs = inputs
         self.model_target = target
         self.inputs = columns
         self.target = targets[0] if targets else columns[0]
-        self.sample_weight = sample_weight
+        self.sample_weight = sample_weight  # type: ignore[assignment]
         # Pairs, since JSON makes text of the keys of a dictionary.
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
@@ -148,13 +155,13 @@ class KerasTask(BatchTask):
             prepared.compiled = {
                 # A text, since the fields name classes, which `Task.restore` would refuse in a package.
                 "fields": json.dumps(fields),
-                "summed": library.summed_losses(module.program),
+                "facts": list(module.facts),
                 "phases": [phase.optimizer for phase in module.steps.phases],
                 "train_logs": module.steps.train_logs,
                 "test_logs": module.steps.test_logs,
                 "loss_scale": library.loss_scale(module.program),
             }
-            prepared.monitored = prepared.configuration_fields()
+            prepared.monitored = monitored_fields(self._make_callbacks()[0])
             if self.evaluate_average and not module.program.optimizer.use_ema:
                 raise ConfigError(
                     "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, and that of the model"
@@ -168,7 +175,10 @@ class KerasTask(BatchTask):
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
             logger.info("optimizer of the configuration counts, not that of the compiled model.")
+        facts, has_no_step = self._facts, traits.has_servers or traits.has_outer_optimizer
         callback_fields = self.configuration_fields()
+        for name in [*facts.left_out, *(facts.carried if has_no_step else ())]:
+            logger.info("The metric %s has no value over the training rows: see docs/start/keras.md.", name)
         own_metric, metric = config.evaluate.metric, callback_fields.get("evaluate.metric")
         reason = refuse_sharding(fields) if is_own and (traits.shards_parameters or traits.has_servers) else None
         arguments = fields.get("optimizer", {}).get("init_args", {})
@@ -190,10 +200,9 @@ class KerasTask(BatchTask):
             "train.capture needs each step to do the same; Keras draws seeds on the host in each. Leave it out.": (
                 config.train.capture
             ),
-            f"The loss of {', '.join(self.compiled['summed'])} is a sum over a batch, and a step is the mean of"
-            f" {config.logical_workers} logical workers: it would depend on their number. Compile the model with"
-            " reduction='sum_over_batch_size', and multiply the learning rate by the rows that were summed.": (
-                bool(self.compiled["summed"]) and config.logical_workers > 1
+            f"A loss has reduction='sum', and train.strategy {config.train.strategy} has no step with all rows of a"
+            " batch. Use ddp, or compile the model with reduction='sum_over_batch_size'.": (
+                "sum" in facts.reductions and has_no_step
             ),
             "train.freeze is set, and the optimizer continues with a state of all weights. Compile the model again for"
             " a new one.": is_own and bool(config.train.freeze) and "continues" in arguments,
@@ -221,11 +230,10 @@ class KerasTask(BatchTask):
         return fields
 
     def configuration_fields(self) -> dict[str, Any]:
-        """Returns the fields that name the metric that a callback monitors, see `Task`."""
-        if self.monitored is not None:
-            return self.monitored
-        running = self._make_callbacks()[0]
-        return monitored_fields(running)
+        """Returns the field of the metric that a callback monitors, and how batches are evaluated, see `Task`."""
+        fields = self.monitored if self.monitored is not None else monitored_fields(self._make_callbacks()[0])
+        is_by_batch = bool(self.compiled) and self._facts.is_by_batch
+        return fields | ({"evaluate.fixed_batches": True} if is_by_batch else {})
 
     def intervener(self) -> Intervener | None:
         """Returns what calls the callbacks between two epochs, see `Task`."""
@@ -252,9 +260,17 @@ class KerasTask(BatchTask):
         """Returns the columns that a prediction does not read, see `Task.targets`."""
         return [name for name in self.columns() if name not in self.columns_of_model()]
 
+    def weight_columns(self) -> list[str]:
+        """Returns the columns with weights, see `Task.weight_columns`."""
+        return _names_in(self.sample_weight)
+
     def build_model(self) -> nn.Module:
         """Calls the function of the program, and returns its model as a module."""
         return self._build()
+
+    @property
+    def _facts(self) -> library.BatchFacts:
+        return library.BatchFacts(*self.compiled["facts"])
 
     @property
     def _settings(self) -> library.Settings:
@@ -269,7 +285,7 @@ class KerasTask(BatchTask):
         lengths = _SAMPLE_LENGTHS if has_lists else _SAMPLE_LENGTHS[:1]
         columns = self.column_types.items()
         rows = ({name: _zeros(kind, dtype, shape, n) for name, (kind, dtype, shape) in columns} for n in lengths)
-        return [self._keras_batch(to_batch(self.decode(zeros)), False) for zeros in rows]
+        return [self._keras_batch(to_batch(self.decode(zeros)), True) for zeros in rows]
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch as the model gets it."""
@@ -298,17 +314,21 @@ class KerasTask(BatchTask):
             y = _map_columns(self.model_target, lambda name: self._input(batch, name))
         return self._keras_inputs(batch), y, self._weights(batch, y, is_training)
 
-    def _weights(self, batch: Batch, y: Any, is_training: bool) -> Tensor | None:
-        """Returns the weights of rows, None for equal weights."""
+    def _weights(self, batch: Batch, y: Any, is_training: bool) -> Any:
+        """Returns the weights of rows, or of each output; None for equal weights."""
         if self.sample_weight is not None:
-            return batch[self.sample_weight].float()
-        if not self.class_weight or not is_training or not isinstance(y, Tensor):
+            return _map_columns(self.sample_weight, lambda name: batch[name].float())
+        if not self.class_weight or not is_training:
             return None
         # Classes are integers, or the place of the highest number of a row.
-        classes = y.argmax(-1) if y.ndim > 1 and y.shape[-1] > 1 else y.reshape(len(y))
+        classes = y if y.ndim < 2 else y.argmax(-1) if y.shape[-1] > 1 else y.squeeze(-1)
+        if classes.ndim > 1:
+            raise ConfigError(
+                f"class_weight is for one class in each row, and y has the shape {tuple(y.shape)}. Give sample_weight."
+            )
         weights = torch.ones(len(y), device=y.device)
         for number, weight in self.class_weight:
-            weights = torch.where(classes == number, weight, weights)
+            weights = torch.where(classes.round() == number, weight, weights)
         return weights
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
@@ -336,15 +356,27 @@ class KerasTask(BatchTask):
         return self.loss_for_phase(self.phases().index(turn), [], model, batch)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the mean loss of a micro-batch for each of its rows, with the metrics that are means."""
+        """Returns the mean loss of a micro-batch for each of its rows, with its metrics."""
         if self.phases():
             return self.loss_for_phase(0, [], model, batch)
         x, y, weights = self._keras_batch(batch, True)
-        result: KerasPass = model(x, y, weights, with_loss=True)
-        rows = count_rows(batch)
-        means = _module_of(model).metric_means(x, result.targets, weights, result.outputs)
+        rows, all_rows = count_rows(batch), step_rows.get()
+        result: KerasPass = model(x, y, weights, with_loss=True, factor=(all_rows or 1) / rows)
+        means, states = _module_of(model).step_metrics(x, result.targets, weights, result.outputs)
         metrics = {name: value.float().expand(rows) for name, value in means.items()}
-        return Losses(result.loss.expand(rows), metrics=metrics)
+        if result.weight is None or rows == all_rows:
+            return Losses(result.loss.expand(rows), metrics=metrics, states=states)
+        # A mean over weights or a mask becomes one over those of all logical workers.
+        share = result.weight.float() / rows
+        return Losses((result.loss * share).expand(rows), share.expand(rows), metrics, states)
+
+    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+        """Returns states and metrics of Keras over the rows of an epoch so far, see `Task.running_metrics`."""
+        from ray_app.task.keras.metrics import add_states
+
+        metrics = dict(self.compiled_metrics())
+        with user_code(lambda: "adding the states of metrics"):
+            return add_states({name: metrics[name] for name in self._facts.carried}, [*filter(None, [total]), *states])
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """Returns the loss of an evaluated batch, and the states of the metrics after it."""
@@ -431,22 +463,11 @@ def _map_columns(columns: Columns | None, value_of: Callable[[str], Tensor]) -> 
     return [value_of(name) for name in columns or []]
 
 
-def _need_columns(
-    inputs: Columns,
-    columns: list[str],
-    class_weight: dict[int, float] | None,
-    sample_weight: str | None,
-    scale: float,
-) -> None:
-    """Raises ConfigError for invalid columns, weights or scale."""
+def _need_columns(inputs: Columns, columns: list[str], scale: float) -> None:
+    """Raises ConfigError for invalid columns or scale."""
     if not columns or not all(isinstance(name, str) for name in columns):
         raise ConfigError(
             f"task.init_args.inputs is {inputs!r}; name the column that the model takes, or several in a list."
-        )
-    if class_weight and sample_weight is not None:
-        raise ConfigError(
-            "task.init_args has class_weight and sample_weight, and fit of Keras takes one of them. Leave one out, or"
-            " multiply the weights in the column."
         )
     if not scale:
         raise ConfigError("task.init_args.scale is 0; inputs are divided by it. Leave it out, or give 255 for pixels.")

@@ -252,6 +252,7 @@ class TrainingState:
         average: The moving average of the parameters; None without `train.ema_decay`.
         scale: The loss scale; None unless `train.precision` is `fp16`, or the task has one.
         outer: The outer optimizer of `local_sgd`, which updates the parameters at the end of a round; else None.
+        metric_states: The states of metrics over the rows of the epoch so far, see `Task.running_metrics`.
         sync: Moves the state between ranks.
     """
 
@@ -270,6 +271,7 @@ class TrainingState:
         self._placement = placement or Placement()
         self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
+        self.metric_states: list[float] = []
         self.model, self._frozen_layers = self._build_model()
         self.model.to(device)
         self.master = self._placement.make_master(self.model, lambda: self._build_model()[0])
@@ -472,6 +474,8 @@ class TrainingState:
             extra_state["scale"] = self.scale.state()
         if self.outer is not None:
             extra_state["outer"] = self.outer.state_dict()
+        if self.metric_states:
+            extra_state["metrics"] = torch.tensor(self.metric_states, dtype=torch.float64)
         schedule = self.schedule.state_dict() if self.schedule is not None else None
         return Snapshot(self.step, model, self.optimizer.state_dict(), schedule, extra_state)
 
@@ -484,6 +488,7 @@ class TrainingState:
             self.scale.load(snapshot.extra_state["scale"])
         if self.outer is not None:
             self.outer.load_state_dict(snapshot.extra_state["outer"])
+        self.metric_states = snapshot.extra_state["metrics"].tolist() if "metrics" in snapshot.extra_state else []
         if self.turns is not None:
             self.turns.load_state_dict(snapshot.optimizer)
         else:

@@ -27,7 +27,7 @@ from ray_app.reduction.reducer import GradientReducer, state_checksum
 from ray_app.reduction.world import World
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
-from ray_app.task.losses import DeviceSums, Losses, MetricKey, check_losses, reduced_values, sum_on_device
+from ray_app.task.losses import DeviceSums, Losses, MetricKey, check_losses, reduced_values, step_rows, sum_on_device
 from ray_app.task.precision import LossScale, Precision
 from ray_app.task.user_code import user_code
 from ray_app.torch_private import (
@@ -316,6 +316,7 @@ class Passes:
             if not batch.rows:
                 reducer.skip(batch.logical_worker)
                 return None
+            step_rows.set(global_rows)
             losses = self.losses(cursor, batch)
             reducer.backward(losses.values, self.weights(batch.rows, global_rows), batch.logical_worker)
             return sum_on_device(losses)
@@ -325,6 +326,7 @@ class Passes:
         with self.prepared(batch):
             if batch.rows:
                 fields = {name: values.to(self._device) for name, values in batch.fields.items()}
+                step_rows.set(global_rows)
                 losses = self.losses(cursor, batch._replace(fields=fields))
                 run_backward(losses.values, self.weights(batch.rows, global_rows))
 

@@ -41,6 +41,7 @@ class Step:
         max_norm: The norm to clip gradients to; None for no clipping.
         timer: Measures the time of the step; None if nothing compares the times of workers.
         sdc: Recomputes shares of other ranks; None for no SDC checks.
+        epoch_steps: The number of steps of an epoch, for metrics over its rows.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class Step:
     max_norm: float | None
     timer: StepTimer | None = None
     sdc: SdcChecker | None = None
+    epoch_steps: int = 1
 
     @property
     def lr(self) -> float:
@@ -119,6 +121,10 @@ class Step:
             self.state.optimizer_step()
         else:
             self._skip_update(cursor, batches, sums, global_rows, result)
+        if result.states:
+            is_first, before = (self.state.step - 1) % self.epoch_steps == 0, self.state.metric_states
+            self.state.metric_states, running = self.task.running_metrics([] if is_first else before, result.states)
+            result = result._replace(running=running)
         self.state.sync.send_replicas()
         return result
 

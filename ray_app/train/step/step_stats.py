@@ -33,8 +33,8 @@ from ray_app.train.membership import Flags
 _RECORD_FORMAT = "<qQqdqdddddd"
 """The fields of a `ReplicaStats` from `rows` to `weight`, eight bytes each.
 
-`logical_worker`, the first field, is left out, because it is the index of the record in the gathered table. `metrics`,
-the last field, follows as one float for each name. What a device computes is last: `loss`, `weight` and `metrics`.
+`logical_worker`, the first field, is left out, because it is the index of the record in the gathered table. The last
+fields, `metrics` and `states`, follow as one float for each. A device computes `loss`, `weight` and these.
 """
 _NO_METRICS: Mapping[Any, float] = {}
 
@@ -130,6 +130,7 @@ class ReplicaStats(NamedTuple):
         loss: Its share of the mean loss.
         weight: Sum of its rows' weights.
         metrics: Sum of each metric over its rows, and each value of `ray_app.reduce`.
+        states: `Losses.states` of its rows.
     """
 
     logical_worker: int
@@ -145,6 +146,7 @@ class ReplicaStats(NamedTuple):
     loss: float
     weight: float
     metrics: Mapping[MetricKey, float]
+    states: Sequence[float] = ()
 
 
 class StepResult(NamedTuple):
@@ -161,6 +163,8 @@ class StepResult(NamedTuple):
         metric_sums: Sum of each metric of the task over the global batch, and each result of `ray_app.reduce`.
         metrics: Mean of each metric over the weight of the rows, and each result of `ray_app.reduce`, by name; empty
             before `rescale_to_weight`.
+        states: `Losses.states` of every logical worker with rows.
+        running: Value of each metric over the rows of the epoch so far, by name, see `Task.running_metrics`.
         times: Time of every logical worker's rank, see `TimeBreakdown`.
         recomputed: Number of shares that SDC checks recomputed; their checksums were equal.
     """
@@ -173,7 +177,9 @@ class StepResult(NamedTuple):
     skipped: Sequence[int]
     weights: Sequence[float]
     metric_sums: Mapping[MetricKey, float] = _NO_METRICS
+    states: Sequence[Sequence[float]] = ()
     metrics: Mapping[str, float] = _NO_METRICS
+    running: Mapping[str, float] = _NO_METRICS
     times: Sequence[TimeValues] = ()
     recomputed: int = 0
 
@@ -228,6 +234,7 @@ class StepStats:
         self._measure = measure
         self._keys: tuple[MetricKey, ...] | None = None
         self._key_set = set[MetricKey]()
+        self._num_states = 0
         # The time of the step before, for `gather_on_device`.
         self._previous_times = NO_TIME
         self._record = struct.Struct(_RECORD_FORMAT)
@@ -309,12 +316,13 @@ class StepStats:
         local_stats = []
         for batch, one in zip(batches, sums, strict=True):
             keys = one.metrics or () if one is not None else ()
-            unknown = LossSums(0.0, float(batch.rows), dict.fromkeys(keys, 0.0))
+            num_states = max(0, one.values.numel() - 2 - len(keys)) if one is not None else 0
+            unknown = LossSums(0.0, float(batch.rows), dict.fromkeys(keys, 0.0), [0.0] * num_states)
             local_stats.append(make_replica_stats(batch, unknown, 0.0, 0.0, flags, self._previous_times))
         self._agree_on_metrics(local_stats)
         table = to_device(self._pack(local_stats), norms[0].device)
         floats = table.view(torch.float64)
-        on_device = floats[:, -2 - len(self._keys or ()) :]
+        on_device = floats[:, -2 - len(self._keys or ()) - self._num_states :]
         for batch, one in zip(batches, sums, strict=True):
             if one is not None:
                 on_device[batch.logical_worker, : one.values.numel()] = one.values
@@ -327,7 +335,7 @@ class StepStats:
         for record in stats:
             check_weight(task, record.weight, record.rows)
         records = [stats[batch.logical_worker] for batch in batches]
-        local_sums = [LossSums(record.loss, record.weight, dict(record.metrics)) for record in records]
+        local_sums = [LossSums(record.loss, record.weight, dict(record.metrics), record.states) for record in records]
         result = combine_stats([record._replace(loss=record.loss / global_rows) for record in stats])
         return result, local_sums, numbers[table.numel() :].tolist()
 
@@ -336,15 +344,16 @@ class StepStats:
         keys = self._keys or ()
         packed = torch.zeros(self._world.logical_workers, self._record.size // 8, dtype=torch.int64)
         for stats in local_stats:
-            record = self._record.pack(*stats[1:-1], *(stats.metrics.get(key, 0.0) for key in keys))
+            states = stats.states or [0.0] * self._num_states
+            record = self._record.pack(*stats[1:-2], *(stats.metrics.get(key, 0.0) for key in keys), *states)
             packed[stats.logical_worker] = torch.frombuffer(bytearray(record), dtype=torch.int64)
         return packed
 
     def _unpack(self, packed: Tensor) -> list[ReplicaStats]:
         """Returns the records of the whole table."""
-        keys, num_fields = self._keys or (), len(ReplicaStats._fields) - 2
+        keys, n = self._keys or (), len(ReplicaStats._fields) - 3
         return [
-            ReplicaStats._make((v, *record[:num_fields], dict(zip(keys, record[num_fields:], strict=True))))
+            ReplicaStats._make((v, *record[:n], dict(zip(keys, record[n:], strict=False)), record[n + len(keys) :]))
             for v, record in enumerate(self._record.iter_unpack(packed.numpy().tobytes()))
         ]
 
@@ -355,11 +364,14 @@ class StepStats:
             ConfigError: The metrics differ. After the first step only the rank with other metrics raises.
         """
         if self._keys is None:
-            all_keys = set[tuple[MetricKey, ...]]().union(*gather(metric_keys(local_stats), self._world))
+            lengths = [len(stats.states) for stats in local_stats]
+            gathered = gather((metric_keys(local_stats), max(lengths, default=0)), self._world)
+            all_keys = set[tuple[MetricKey, ...]]().union(*(keys for keys, _ in gathered))
             if all_keys:
                 self._keys = min(all_keys, key=str)
                 self._key_set = set(self._keys)
-                self._record = struct.Struct(f"{_RECORD_FORMAT}{len(self._keys)}d")
+                self._num_states = max(number for _, number in gathered)
+                self._record = struct.Struct(f"{_RECORD_FORMAT}{len(self._keys) + self._num_states}d")
             check_same_metrics(all_keys)
         elif any(stats.rows and stats.metrics.keys() != self._key_set for stats in local_stats):
             check_same_metrics({self._keys, *metric_keys(local_stats)})
@@ -380,6 +392,7 @@ def make_replica_stats(
         loss,
         sums.weight,
         sums.metrics,
+        sums.states,
     )
 
 
@@ -407,18 +420,20 @@ def combine_stats(table: list[ReplicaStats]) -> StepResult:
 
     Its loss and the square of its norm are means over the planned rows, see `StepResult.rescale_to_weight`.
     """
-    _, rows, row_hash, flags, squared_norms, skipped, *durations, losses, weights, metrics = zip(*table, strict=True)
+    columns = zip(*table, strict=True)
+    _, rows, row_hash, flags, squared_norms, skipped, *durations, losses, weights, metrics, states = columns
     # Logical workers without rows have no metrics, or zeros in their place.
     replica_metrics = [sums for sums, replica_rows in zip(metrics, rows, strict=True) if replica_rows]
-    metric_sums = {
+    sums = {
         key: _combine(key.reduction, [sums[key] for sums in replica_metrics])
         for key in (replica_metrics[0] if replica_metrics else ())
     }
     all_flags = Flags(reduce(or_, flags))
     times = list(zip(*durations, strict=True))
     norm = math.sqrt(sum(squared_norms))
+    carried = [values for values, replica_rows in zip(states, rows, strict=True) if replica_rows and values]
     return StepResult(
-        exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, metric_sums, times=times
+        exact_sum(losses), norm, list(rows), list(row_hash), all_flags, skipped, weights, sums, carried, times=times
     )
 
 

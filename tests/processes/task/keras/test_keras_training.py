@@ -161,6 +161,7 @@ def test_batch_normalization_moves_its_statistics_as_in_fit(
     "function",
     [
         "get_convolutional",
+        "get_measured",
         *(
             pytest.param(name, marks=pytest.mark.rest)
             for name in ("get_mixed", "get_clipped", "get_subclassed", "get_frozen")
@@ -182,6 +183,8 @@ def test_a_program_trains_bit_identically_on_any_workers_after_a_kill_and_a_resu
     worker_pool.train_to_end(replace(killed, fence=2), 3)
     assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
+    # The state of metrics over the rows of an epoch continues in its middle.
+    assert ("mean_io_u" in dict(one.steps[-1][-1])) == (function == "get_measured")
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {

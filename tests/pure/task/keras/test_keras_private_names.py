@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,7 @@ def test_private_names_of_keras_are_only_in_one_module() -> None:
 @pytest.fixture(scope="module")
 def objects() -> dict[str, list[Any]]:
     """Objects of a compiled model after a batch, by the names that `library` has for them."""
+    from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
     from keras.src.utils.backend_utils import DynamicBackend
 
     inputs = keras.Input((4,))
@@ -72,6 +74,7 @@ def objects() -> dict[str, list[Any]]:
         "graph": [model],
         "obj": [model.optimizer, DynamicBackend()],
         "value": [keras.losses.Huber()],
+        "adapter": [ArrayDataAdapter(np.ones(2))],
     }
 
 

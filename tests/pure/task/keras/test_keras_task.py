@@ -215,7 +215,7 @@ def prepare_run(data: Path, function: str, callbacks: str | None = None, **field
     [
         ("get_own_loop", {}, "fit of its own"),
         ("get_uncompiled", {}, "not compiled"),
-        ("get_summed", {}, "sum over a batch"),
+        ("get_summed", {"train__strategy": "local_sgd", "train__local_steps": 2}, "reduction='sum'"),
         ("get_clipped", {"train__strategy": "fsdp"}, "global_clipnorm|whole weights"),
         ("get_plain", {"train__capture": True}, "train.capture"),
     ],
@@ -242,10 +242,6 @@ def test_only_means_over_rows_are_means() -> None:
     metrics = keras.metrics
     assert [library.is_mean(one()) for one in (metrics.MeanSquaredError, metrics.BinaryAccuracy)] == [True, True]
     assert not library.is_mean(metrics.RootMeanSquaredError())
-
-
-def test_a_sum_is_that_of_one_logical_worker(data: Path) -> None:
-    assert prepare_run(data, "get_summed", scaling__max_workers=1).logical_workers == 1
 
 
 def test_the_optimizer_of_the_configuration_counts_more(data: Path) -> None:
