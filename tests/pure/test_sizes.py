@@ -33,7 +33,7 @@ CEILINGS = {
     "ray_app/runlog": 2_263,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 10_013,
+    "ray_app/task": 10_014,
     "ray_app/track": 1_031,
     "ray_app/train": 10_146,
     "ray_app/watch": 1_183,
