@@ -98,7 +98,8 @@ def _combine(metric: Any, parts: Sequence[Tensor]) -> tuple[Tensor, Any]:
         else:
             total = sum(parts[1:], start=parts[0])
             _assign(metric, total)
-        result = metric.result()
+        # A result may be a variable itself, which the reset would change.
+        result = library.import_keras().tree.map_structure(lambda one: _plain(one).clone(), metric.result())
         metric.reset_state()
     return total, result
 
