@@ -2,9 +2,9 @@
 
 One process of one thread, the 784-256-256-10 network with Adam and an accuracy, batch 32, MNIST-shaped rows.
 `Model.fit` has the rows in memory; here they are read from Parquet, and the run records its steps and writes
-checkpoints.
+checkpoints. `ray_app.keras.fit` gets the arrays of `Model.fit`, `KerasTask` a configuration and ingested rows.
 
-python benchmarks/keras_fit.py            # needs a quiet machine; about 6 minutes
+python benchmarks/keras_fit.py            # needs a quiet machine; about 8 minutes
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side
 
-ROWS, BATCH = 12_800, 32
+ROWS, BATCH = (12_800, 32) if "--tiny" not in sys.argv else (128, 32)
 EPOCHS = 6
 """The first one is the warm-up."""
 KERAS = ROOT / ".venv-keras" / "bin" / "python"
@@ -76,6 +76,28 @@ def fit(backend: str) -> None:
     print((time.perf_counter() - wall) / steps * 1e3, (time.process_time() - cpu) / steps * 1e3)
 
 
+def fit_as_run() -> None:
+    """Runs `ray_app.keras.fit` in this process; a run of one epoch is taken off, with what begins and ends each run."""
+    import torch
+
+    import ray_app.keras
+
+    torch.set_num_threads(1)
+    pixels, labels = make_rows()
+    x = pixels.reshape(ROWS, 784).astype("float32") / 255
+    with tempfile.TemporaryDirectory() as folder:
+        fields = {"run.storage_path": folder, "tracking.enabled": False, "data.cache": "memory"}
+        walls, cpus = [], []
+        # The first one is the warm-up.
+        for epochs in (1, 1, EPOCHS):
+            wall, cpu = time.perf_counter(), time.process_time()
+            ray_app.keras.fit(get_dense(), x, labels, batch_size=BATCH, epochs=epochs, verbose=0, fields=fields)
+            walls.append(time.perf_counter() - wall)
+            cpus.append(time.process_time() - cpu)
+    steps = (EPOCHS - 1) * ROWS // BATCH
+    print((walls[2] - walls[1]) / steps * 1e3, (cpus[2] - cpus[1]) / steps * 1e3)
+
+
 def ours(rows: str) -> None:
     """Trains the model by a configuration in this process."""
     from rich.console import Console
@@ -108,25 +130,31 @@ def main() -> None:
     """Measures all sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--side", choices=("torch", "tensorflow", "ours"))
+    parser.add_argument("--tiny", action="store_true", help="few rows: shows that it runs")
+    parser.add_argument("--side", choices=("torch", "tensorflow", "fit", "ours"))
     parser.add_argument("--rows", help="folder of the rows of the side ours")
     options = parser.parse_args()
-    if options.side:
-        ours(options.rows) if options.side == "ours" else fit(options.side)
+    if options.side in ("torch", "tensorflow"):
+        fit(options.side)
         return
+    if options.side:
+        ours(options.rows) if options.side == "ours" else fit_as_run()
+        return
+    tiny = ["--tiny"] if options.tiny else []
     with tempfile.TemporaryDirectory() as folder:
         ingest_rows(Path(folder), *make_rows())
-        side = partial(run_side, [sys.executable, __file__, "--side", "ours", "--rows", f"{folder}/rows"])
+        command = [sys.executable, __file__, *tiny, "--side"]
         sides: dict[str, Callable[[], Sample]] = {
-            "Model.fit, torch": partial(run_side, [sys.executable, __file__, "--side", "torch"]),
-            "KerasTask": side,
+            "Model.fit, torch": partial(run_side, [*command, "torch"]),
+            "ray_app.keras.fit": partial(run_side, [*command, "fit"]),
+            "KerasTask": partial(run_side, [*command, "ours", "--rows", f"{folder}/rows"]),
         }
         if KERAS.exists():
-            sides["Model.fit, TensorFlow"] = partial(run_side, [str(KERAS), __file__, "--side", "tensorflow"])
+            sides["Model.fit, TensorFlow"] = partial(run_side, [str(KERAS), *command[1:], "tensorflow"])
         else:
             print(f"TensorFlow is left out: {KERAS} is not there, see benchmarks/requirements.txt", file=sys.stderr)
         samples = alternate(sides, options.rounds)
-    report("Time per step, 784-256-256-10, batch 32, one thread", samples, {"KerasTask": 0.9})
+    report("Time per step, 784-256-256-10, batch 32, one thread", samples, {"ray_app.keras.fit": 0.9, "KerasTask": 0.9})
 
 
 if __name__ == "__main__":

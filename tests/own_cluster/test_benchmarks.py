@@ -30,6 +30,17 @@ def test_the_input_benchmark_measures_every_pipeline() -> None:
     assert all(0 <= float(percent) < 100 and int(steps) >= 6 and float(ms) > 0 for _, percent, steps, ms in waits)
 
 
+def test_the_keras_benchmark_measures_both_ways_to_train_a_keras_model() -> None:
+    output = run_benchmark("benchmarks/keras_fit.py", "--tiny", "--rounds", "1")
+    sides = re.findall(rf"^(\S.*?) {{2,}}-?{NUMBER} \(\S+\) ", output, re.MULTILINE)
+    assert [side for side, _ in sides if "TensorFlow" not in side] == [
+        "Model.fit, torch",
+        "ray_app.keras.fit",
+        "KerasTask",
+        "Model.fit, torch again",
+    ]
+
+
 def test_the_object_store_benchmark_spills_nothing() -> None:
     output = run_benchmark("benchmarks/object_store.py", "--rows", "300")
     [sizes] = re.findall(

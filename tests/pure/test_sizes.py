@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_128,
     "ray_app/watch": 1_183,
     "ray_app/*.py": 2_425,
-    "tests": 74_240,
+    "tests": 74_895,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

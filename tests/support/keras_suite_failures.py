@@ -27,6 +27,12 @@ FAILURES = {
     "trainer_test::test_callbacks_can_update_state_at_batch_boundary": (
         "a callback changes a weight between two steps, which workers would not do alike"
     ),
+    **{
+        f"trainer_test::test_steps_per_epoch_match_multi_epoch_{mode}": (
+            "a metric whose reset_state does nothing goes on over epochs; a run counts each epoch anew"
+        )
+        for mode in ("eager", "jit", "non_jit")
+    },
 }
 """Tests that must fail here."""
 
@@ -39,9 +45,6 @@ PENDING: dict[str, tuple[str, ...]] = {
     "callbacks": (
         "trainer_test::test_callback_methods_keys",
         "trainer_test::test_max_epochs_and_steps",
-        "trainer_test::test_steps_per_epoch_match_multi_epoch_eager",
-        "trainer_test::test_steps_per_epoch_match_multi_epoch_jit",
-        "trainer_test::test_steps_per_epoch_match_multi_epoch_non_jit",
         "trainer_test::test_steps_per_epoch_match_one_epoch_eager",
         "trainer_test::test_steps_per_epoch_match_one_epoch_jit",
         "trainer_test::test_steps_per_epoch_match_one_epoch_non_jit",
