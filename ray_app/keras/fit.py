@@ -153,8 +153,6 @@ def fit(
     if has_workers:
         refuse_batch_saves(running)
     users_model = model if isinstance(model, library.import_keras().Model) else None
-    if users_model is not None and not is_path(x):
-        library.build_symbolically(users_model, first_rows((x, y, sample_weight)))
     name = name or _resumable_name(backup_name(callbacks), storage_path)
     console = TextConsole(file=StringIO()) if verbose in (0, 2) else TextConsole()
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -162,6 +160,8 @@ def fit(
     validation = validation_split, validation_data, validation_steps, validation_batch_size
     rows = storage_path, x, y, sample_weight, batch_size, ordered, steps_per_epoch, *validation
     columns, data = RowArguments(*rows, inputs, target, say).locate()
+    if users_model is not None and not is_path(x):
+        library.build_symbolically(users_model, first_rows((x, y, sample_weight)))
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
     earlier = None if before is None else before.task.init_args.get("model")
     # A run that is continued counts all its epochs.

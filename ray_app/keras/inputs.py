@@ -79,10 +79,9 @@ class FitColumns:
         """Returns names of columns in the structures of arrays, such as `input_0` and `input_1` of a list."""
         # An array called target would lose an axis of one number.
         target = None if y is None else _name_columns("output", y)
-        weights = None if sample_weight is None else library.standardize_weights(y, sample_weight)
-        return cls(
-            _name_columns("input", x), target, None if weights is None else _name_columns("sample_weight", weights)
-        )
+        # Each output has weights of its own.
+        weights = None if sample_weight is None else _name_columns("sample_weight", y)
+        return cls(_name_columns("input", x), target, weights)
 
     def fill(self, x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
         """Returns arrays by the names of their columns.
@@ -95,8 +94,10 @@ class FitColumns:
             raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
             raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
-        weights = np.ones(len(next(iter(columns.values()))), np.float32) if sample_weight is None else sample_weight
-        if y is not None and self.sample_weight is not None:
+        weights = sample_weight
+        if weights is None and self.sample_weight is not None:
+            weights = np.ones(len(next(iter(columns.values()))), np.float32)
+        if self.sample_weight is not None and isinstance(y, list | tuple | Mapping):
             weights = library.standardize_weights(y, weights)
         parts["sample_weight"] = fill_columns(self.sample_weight, weights, "sample_weight")
         sizes = {argument: [len(values) for values in part.values()] for argument, part in parts.items() if part}

@@ -356,10 +356,12 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _kept_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Returns counters, tensors and generators that an optimizer keeps outside its state and groups.
 
-    Tensors that are also in its state (`KerasOptimizer`) belong to the state.
+    Tensors that are also in its state (`KerasOptimizer`) belong to the state; the parameters are the model's.
     """
     stored = ("state", "param_groups", "defaults")
     in_state = {id(value) for state in optimizer.state.values() for value in state.values()}
+    in_state |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    in_state |= {id(cache) for cache in getattr(optimizer, "caches", ())}
     return kept_values({name: value for name, value in vars(optimizer).items() if name not in stored}, in_state)
 
 

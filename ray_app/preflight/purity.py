@@ -158,7 +158,9 @@ def kept_values(roots: Mapping[str, Any], skip: Container[int] = ()) -> dict[str
 def iter_parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the items of a collection, or the attributes of another object."""
     if isinstance(value, Mapping):
-        return ((f"[{key!r}]", part) for key, part in value.items())
+        # The text of a tensor has its values.
+        names = (n if isinstance(key, torch.Tensor) else key for n, key in enumerate(value))
+        return ((f"[{name!r}]", part) for name, part in zip(names, value.values(), strict=True))
     if isinstance(value, list | tuple | deque):
         return ((f"[{index}]", part) for index, part in enumerate(value))
     return ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())

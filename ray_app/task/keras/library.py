@@ -481,6 +481,11 @@ def excludes_weights(optimizer: Any) -> bool:
     return bool(names or getattr(optimizer, "_exclude_from_weight_decay", None))
 
 
+def decay_cache(optimizer: Any) -> Any:
+    """Returns the answers of `is_decayed` that an optimizer keeps; None if it keeps none."""
+    return getattr(optimizer, "_exclude_from_weight_decay_cache", None)
+
+
 def is_decayed(optimizer: Any, variable: Any) -> bool:
     """Returns whether weight decay acts on a variable."""
     return bool(optimizer._use_weight_decay(variable))

@@ -29,6 +29,8 @@ from ray_app.torch_private import registered_buffers
 _MAX_SEED = 2**31
 _LOSS = "loss"
 """The name under which a step returns its loss."""
+_PLACEHOLDER = "no_weight"
+"""The name of the parameter of a model without weights to train."""
 _KERAS_STEPS = OwnSteps()
 NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False)
 """The facts of a model that computes its loss in a step of its own."""
@@ -115,6 +117,9 @@ class KerasModule(nn.Module):
                     name = "/".join(filter(None, (path, part_path, key)))
                     if tensor is not None:
                         self._add_slot(name, tensor, partial(operator.setitem, buffers, key), is_parameter=False)
+        if not any(p.requires_grad for p in self._parameters.values() if p is not None):
+            # Keras trains a model without weights, too; an optimizer of torch and a reduction need one.
+            self.register_parameter(_PLACEHOLDER, nn.Parameter(torch.zeros(1)))
         self._generators = library.seed_generators(program)
         # The metrics by their names, once a batch has gone through this object: Keras makes them then.
         self._metrics: dict[str, Any] | None = None
@@ -219,6 +224,8 @@ class KerasModule(nn.Module):
             y = fit_targets(y, outputs) if self._expands_targets else y
             with library.noted_losses(factor, self.facts.reductions) as notes:
                 loss = library.compute_loss(program, x, y, outputs, weights, self.training)
+            if _PLACEHOLDER in self._parameters:
+                loss = loss + self.get_parameter(_PLACEHOLDER).sum() * 0.0
             return KerasPass(loss, outputs, y, notes[0][1] if len(notes) == 1 else None)
 
     def train_step(

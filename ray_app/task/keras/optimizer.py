@@ -267,6 +267,11 @@ class KerasOptimizer(Optimizer):
                 for (p, _), value in zip(averages, trained, strict=True):
                     p.copy_(value)
 
+    @property
+    def caches(self) -> list[Any]:
+        """What Keras' optimizer keeps in itself and computes again if it is missing."""
+        return [] if self._keras is None else [library.decay_cache(self._keras)]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state; parts that it lacks are those before the first step again."""
         super().load_state_dict(state_dict)

@@ -54,7 +54,7 @@ def configure(program: Program, folder: Path) -> Config:
     fields = {"run.storage_path": str(folder), "tracking.enabled": False, "scaling.logical_workers": 2}
     (_, model), (rows, options) = programs.make_pair(program), programs.fit_options(program)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[fit.__module__], "run_training", stop)
+        patch.setattr(sys.modules[fit.__module__], "open_run", stop)
         with pytest.raises(Configured) as configured:
             fit(model, *rows, workers=2, fields=fields, **options)
     config: Config = configured.value.args[0]
