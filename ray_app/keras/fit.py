@@ -418,7 +418,8 @@ def _task_of(run: History) -> KerasTask:
             f"The first argument is a {type(run).__name__}; give what fit has returned. A model that was given to fit"
             " has the trained weights, so its own evaluate and predict work, too."
         )
-    if run.model.optimizer.use_ema:
+    optimizer = run.model.optimizer
+    if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
         raise ConfigError(
             "Training has ended with the average that the optimizer keeps (use_ema), and checkpoints of the run have"
             " the weights that it would go on with. Use history.model.evaluate and history.model.predict."

@@ -32,7 +32,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
 from ray_app.ingest.in_memory import ingest_named_arrays, to_numbers
 from ray_app.storage.files import put_atomic, to_location
-from ray_app.task.keras import library
+from ray_app.task.keras import copies, library
 from ray_app.task.keras.module import refuse_steps
 from ray_app.task.keras.task import Columns
 from ray_app.task.transforms import Spec
@@ -471,7 +471,7 @@ def _store_model(model: Any, storage_path: str, has_workers: bool) -> dict[str, 
         data = _dump_with_modules(model)
     except Exception as error:
         if not has_workers:
-            structure = library.structure_digest(model)
+            structure = copies.structure_digest(model)
             return {"path": "", "sha256": structure, "structure": structure}
         raise ConfigError(
             f"The model {model.name!r} cannot travel to workers: {type(error).__name__}: {error}\n{_ADVICE}"
@@ -479,7 +479,7 @@ def _store_model(model: Any, storage_path: str, has_workers: bool) -> dict[str, 
     sha256 = hashlib.sha256(data).hexdigest()
     target = to_location(storage_path) / SHARED_FOLDER / f"model-{sha256[:20]}.pkl"
     put_atomic(target, data, if_absent=True)
-    return {"path": str(target), "sha256": sha256, "structure": library.structure_digest(model)}
+    return {"path": str(target), "sha256": sha256, "structure": copies.structure_digest(model)}
 
 
 def _dump_with_modules(model: Any) -> bytes:
@@ -488,7 +488,7 @@ def _dump_with_modules(model: Any) -> bytes:
     for module in is_users.values():
         cloudpickle.register_pickle_by_value(module)
     try:
-        return library.dump_program(model)
+        return copies.dump_program(model)
     finally:
         for module in is_users.values():
             cloudpickle.unregister_pickle_by_value(module)

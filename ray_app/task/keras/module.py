@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ray_app.devices import HOST, to_device
 from ray_app.errors import ConfigError
 from ray_app.task.base import WeightUpdate
-from ray_app.task.keras import library
+from ray_app.task.keras import copies, library
 from ray_app.task.keras.library import BatchFacts
 from ray_app.task.keras.steps import HandOver, OwnSteps, run_train_step
 from ray_app.task.whole_batches import Evaluated
@@ -160,7 +160,7 @@ class KerasModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> KerasModule:
         """Returns a copy, of which the tensors are copied by PyTorch."""
         with library.program_session(self._settings), torch.random.fork_rng(devices=[]):
-            program = library.load_program(library.dump_program(self.program))
+            program = copies.load_program(copies.dump_program(self.program))
             copied = KerasModule(program, self._settings, self._expands_targets, self.facts, self.steps)
         memo[id(self)] = copied
         copied.load_state_dict(self.state_dict())

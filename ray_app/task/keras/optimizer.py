@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError
-from ray_app.task.keras import library
+from ray_app.task.keras import copies, library
 from ray_app.task.keras.steps import StepPhase
 from ray_app.task.transforms import instantiate
 from ray_app.torch_private import foreach_copy_
@@ -281,7 +281,7 @@ class KerasOptimizer(Optimizer):
         """Makes Keras' optimizer for parameters."""
         self._rate = 0.0
         if self._serialized is None:
-            optimizer = library.take_optimizer(getattr(_make_program(self._program), self._attribute))
+            optimizer = copies.take_optimizer(getattr(_make_program(self._program), self._attribute))
         else:
             serialized = copy.deepcopy(self._serialized)
             serialized["config"]["learning_rate"] = self._rate
@@ -381,7 +381,7 @@ def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
 
     Their names may be ambiguous, so that a copy of the optimizer is built, with variables in the same order.
     """
-    variables, copied = library.optimized_variables(optimizer), library.unbuilt_optimizer(optimizer)
+    variables, copied = library.optimized_variables(optimizer), copies.unbuilt_optimizer(optimizer)
     copied.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
     numbers = {id(weight): number for number, weight in enumerate(weights)}
     ordered = [variable for variable in optimizer.variables if variable is not library.rate_source(optimizer)]

@@ -16,7 +16,7 @@ import torch
 from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.storage.files import to_location
-from ray_app.task.keras import library
+from ray_app.task.keras import copies, library
 from ray_app.task.keras.module import NO_FACTS, KerasModule, fit_inputs, fit_targets, pack, refuse_steps
 from ray_app.task.keras.steps import OwnSteps, examine_steps
 from ray_app.task.transforms import Spec, instantiate
@@ -71,7 +71,7 @@ _models_in_process: dict[str, tuple[bytes, list[Any]]] = {}
 @contextmanager
 def hold(path: str, sha256: str, model: Any) -> Iterator[None]:
     """Lets `load_stored` return copies of a model of this process while a block runs; without a file also later."""
-    _models_in_process[sha256] = library.dump_shared(model)
+    _models_in_process[sha256] = copies.dump_shared(model)
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def hold(path: str, sha256: str, model: Any) -> Iterator[None]:
 
 
 def load_stored(path: str, sha256: str, structure: str) -> Any:
-    """Returns the model that `ray_app.keras.fit` has stored by value (`library.dump_program`).
+    """Returns the model that `ray_app.keras.fit` has stored by value (`copies.dump_program`).
 
     The file is code. It is read only if it is the one that the configuration names by its digest.
 
@@ -92,7 +92,7 @@ def load_stored(path: str, sha256: str, structure: str) -> Any:
     """
     del structure
     if (shared := _models_in_process.get(sha256)) is not None:
-        return library.load_program(*shared)
+        return copies.load_program(*shared)
     if not path:
         raise ConfigError(
             "The model of this run cannot be pickled, so only the process that has trained it can make it again. Load"
@@ -105,7 +105,7 @@ def load_stored(path: str, sha256: str, structure: str) -> Any:
             " Restore it, or start a run with another name."
         )
     try:
-        return library.load_program(data)
+        return copies.load_program(data)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"The model of {path} needs what cannot be imported here: {error}. Install the module on all nodes, or keep"

@@ -162,7 +162,8 @@ class KerasTask(BatchTask):
                 "loss_scale": library.loss_scale(module.program),
             }
             prepared.monitored = monitored_fields(self._make_callbacks()[0])
-            if self.evaluate_average and not module.program.optimizer.use_ema:
+            optimizer = module.program.optimizer
+            if self.evaluate_average and not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
                 raise ConfigError(
                     "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, and that of the model"
                     " keeps no average. Compile the model with use_ema=True, or leave the callback out."
