@@ -337,8 +337,9 @@ class _Worker:
 
         The initial state has no checkpoint and is not evaluated. `is_due` says that another step is evaluated, too.
         """
-        is_due = is_due or self._job.is_checkpoint_due(self._state.step)
-        if self._validation is None or not self._state.step or not is_due:
+        if self._validation is None or not self._state.step:
+            return
+        if not is_due and not self._job.is_checkpoint_due(self._state.step):
             return
         self._enter("evaluate")
         self._validation.run(world)

@@ -28,6 +28,7 @@ PROVIDED = {"IPython"}
 CHECKED_BEFORE = {
     "ray_app/models/package.py": ["ray_app/track/mlflow_client.py"],
     "ray_app/models/registry.py": ["ray_app/track/mlflow_client.py"],
+    "ray_app/task/keras/copies.py": ["ray_app/task/keras/library.py"],
     "ray_app/task/images.py": ["ray_app/task/detection.py", "ray_app/task/module.py"],
     "ray_app/task/transforms.py": ["ray_app/task/detection.py", "ray_app/task/module.py"],
 }

@@ -35,10 +35,10 @@ CEILINGS = {
     "ray_app/submit": 737,
     "ray_app/task": 11_056,
     "ray_app/track": 1_031,
-    "ray_app/train": 10_370,
+    "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_430,
-    "tests": 76_574,
+    "tests": 76_579,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

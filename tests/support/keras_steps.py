@@ -160,7 +160,7 @@ def get_distiller(kind: type[Distiller] = Distiller) -> Any:
     return model
 
 
-class Contrastive(keras.Model):
+class ContrastiveKeras(keras.Model):
     """An encoder that learns from two views of a row, and a probe of it that learns from the labels."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Contrastive(keras.Model):
 
 
 def get_contrastive() -> Any:
-    model = Contrastive()
+    model = ContrastiveKeras()
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
     model.compile(keras.optimizers.Adam(schedule), keras.optimizers.Adam(0.02))
     return model

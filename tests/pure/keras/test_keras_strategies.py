@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from ray_app.cli.launch import Group, Machines
@@ -46,6 +47,8 @@ def tf_config(kind: str = "worker", index: int = 0, **hosts: list[str]) -> str:
 def without_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "TF_CONFIG"):
         monkeypatch.delenv(name, raising=False)
+    # Another test of this process may have a cluster.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
 
 
 TWO_CPUS = ["/cpu:0", "/device:CPU:1"]

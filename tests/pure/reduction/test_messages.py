@@ -87,7 +87,7 @@ ALLOWED = {
     "ray_app/drill/faults.py": "a file of the drill in a folder of the user",
     "ray_app/preflight/model_checks.py": "what the same process has pickled",
     "ray_app/preflight/sandbox.py": "files of a process and its child, in a folder of mode 0700",
-    "ray_app/task/keras/library.py": "a file with the SHA-256 that the configuration names",
+    "ray_app/task/keras/copies.py": "a file with the SHA-256 that the configuration names",
     "ray_app/task/metric_classes.py": "a state of a metric, which comes through `gather` or Ray",
 }
 

@@ -55,8 +55,8 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 476, "torch_operators": 66}, id="small"),
-        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 476, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 479, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 479, "torch_operators": 66}, id="small, read"),
         pytest.param(Small, 2, cache_windows, {}, {"python_calls": 760, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
             resnet18,
