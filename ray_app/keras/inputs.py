@@ -257,7 +257,7 @@ class RowArguments:
             rows = (self.validation_steps or 0) * (self.validation_batch_size or batch)
             return {"data.eval_path": fspath(data), "evaluate.max_rows": rows or None}
         if is_source(data):
-            arguments = self.storage_path, data, "validation_data", columns, self.validation_steps, True, self.say
+            arguments = self.storage_path, data, "validation_data", columns, self.validation_steps, False, self.say
             return {"data.eval_path": store_batches(*arguments).path}
         try:
             return self._store_evaluation(columns.fill(*unpack(data)))
@@ -269,7 +269,8 @@ class RowArguments:
         batch = self.validation_batch_size or self.batch_size
         rows = self.validation_steps * batch if self.validation_steps and batch else None
         first = {name: values[:rows] for name, values in arrays.items()}
-        return {"data.eval_path": store_arrays(self.storage_path, first)}
+        # Some metrics depend on the batches, which are those of Keras.
+        return {"data.eval_path": store_arrays(self.storage_path, first, mixes=False)}
 
     def _refuse_combinations(self) -> None:
         """Raises ConfigError for arguments that do not go together."""
