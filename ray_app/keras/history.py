@@ -24,8 +24,7 @@ class History:
 
     Args:
         history: The values of each epoch by name: `loss` and the metrics over the training rows, and with `val_` before
-            their names the values over the validation data. A metric that is not a mean over rows, such as AUC, has
-            only the latter.
+            their names those over the validation data, in the order of Keras.
         epoch: The numbers of the epochs, from 0.
         params: The numbers of epochs and steps, and how much is shown.
         model: The model that was given, with the trained weights; for a function the model that it has returned.
