@@ -19,7 +19,7 @@ from tests.support.run_directory import RunDirectory, make_full_run
 
 __all__ = ["browser"]
 
-SECTIONS = ["top", "figures", "learning", "cluster", "classes", "ledger", "comparison", "configuration"]
+SECTIONS = ["top", "figures", "learning", "cluster", "classes", "ledger", "configuration"]
 WIDE_WORD = "a_long_name_without_a_single_space_that_has_nowhere_to_break_" * 3
 
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
