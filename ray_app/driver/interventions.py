@@ -150,6 +150,8 @@ class _RunningMeans:
     def add(self, record: StepRecord) -> dict[str, float]:
         """Returns the means up to a step, which is added."""
         for name, value in {"loss": record.loss, **record.metrics}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value * record.over
-            self._weights[name] = self._weights.get(name, 0.0) + record.over
+            # A value over the epoch so far replaces the one before.
+            is_running = name in record.running
+            self._sums[name] = value * record.over + (0.0 if is_running else self._sums.get(name, 0.0))
+            self._weights[name] = record.over + (0.0 if is_running else self._weights.get(name, 0.0))
         return {name: total / self._weights[name] if self._weights[name] else nan for name, total in self._sums.items()}

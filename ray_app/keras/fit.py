@@ -117,7 +117,8 @@ def fit(
         validation_split: The fraction of the arrays, their last rows, that become validation data.
         validation_data: `(x, y)`, `(x, y, sample_weight)`, what gives batches, or the path of a data set.
         shuffle: Whether arrays and the rows of a `PyDataset` are shuffled in each epoch. Other batches are used in the
-            order given, unless a loader or a pipeline shuffles them. A path with False: in the order of its files.
+            order of the source, unless a loader or a pipeline shuffles them. With a path, False uses the rows in the
+            order of the files.
         class_weight: The weight of each class in training.
         sample_weight: The weight of each row; with a path the name of the column.
         initial_epoch: The number of the first epoch: one of the run with `name`, which continues, or of a new run.

@@ -27,7 +27,7 @@ class History:
             their names those over the validation data, in the order of Keras.
         epoch: The numbers of the epochs, from 0.
         params: The numbers of epochs and steps, and how much is shown.
-        model: The model that was given, with the trained weights; for a function the model that it has returned.
+        model: The argument `model` of `fit` with the trained weights; if that was a function, the model it returned.
         result: The run.
     """
 

@@ -19,10 +19,10 @@ CEILINGS = {
     "ray_app/config": 1_723,
     "ray_app/data": 4_235,
     "ray_app/drill": 2_972,
-    "ray_app/driver": 3_110,
+    "ray_app/driver": 3_112,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_447,
-    "ray_app/keras": 1_482,
+    "ray_app/keras": 1_483,
     "ray_app/models": 2_336,
     "ray_app/plan": 886,
     "ray_app/predict": 612,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_430,
-    "tests": 76_579,
+    "tests": 76_595,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -1,4 +1,4 @@
-"""Which tests of Keras need what is absent, and which cannot pass here, each with its reason."""
+"""The tests of Keras that need an absent library, and the tests that cannot pass here, each with its reason."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class _SharingPickler(_ProgramPickler):
 
 
 def _contains_layer(function: Any) -> bool:
-    """Returns whether a function was made in a layer, such as the wrapper of `build`, so that each copy has its own."""
+    """Returns whether a function refers to a layer, as Keras' wrapper of `build` does; each copy needs another one."""
     saveable = import_keras().KerasTensor, import_keras().layers.Layer
     cells = getattr(function, "__closure__", None) or ()
     return any(isinstance(_content_of(cell), saveable) for cell in cells)

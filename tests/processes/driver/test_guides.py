@@ -77,7 +77,7 @@ def test_the_network_of_a_guide_learns(
 
 
 def train_on_several_gpus(fit_model: Fit, scope: Callable[[], AbstractContextManager[Any]]) -> tuple[Any, Any, Any]:
-    """Keras' guide: a network that is made in a scope, its validation data, and the test rows at the end."""
+    """Trains the network of Keras' guide in a scope, with validation data, and evaluates it on test rows."""
     rng = np.random.default_rng(0)
     x, y = rng.random((96, 784), dtype=np.float32), np.arange(96).astype("float32") % 10
     with scope():

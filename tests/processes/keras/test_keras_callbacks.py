@@ -169,6 +169,22 @@ def check_equal_calls(ours: list[Any], theirs: list[Any]) -> None:
             assert one[1:-1] == pytest.approx(other[1:-1], 1e-4)
 
 
+def test_batches_get_the_values_of_metrics_that_are_no_means(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    x, y = generator.random((ROWS, 6), dtype=np.float32), generator.integers(0, 2, ROWS)
+    calls = []
+    for side in ("ours", "theirs"):
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")])
+        model.compile("sgd", "binary_crossentropy", metrics=[keras.metrics.AUC(), keras.metrics.Recall()])
+        options: dict[str, Any] = {"batch_size": 20, "epochs": 2, "shuffle": False, "callbacks": [noted := Noted()]}
+        _ = fit_here(tmp_path, model, x, y, **options) if side == "ours" else model.fit(x, y, verbose=0, **options)
+        calls.append(noted.calls)
+    values = [[call[-1] for call in one if call[0] == "batch ends"] for one in calls]
+    assert len(values[0]) == len(values[1]) == 6
+    for ours, theirs in zip(*values, strict=True):
+        assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), 1e-3)
+
+
 def test_an_interrupted_run_goes_on_with_the_callbacks_as_they_were(tmp_path: Path) -> None:
     """Also their state, which a new process has not, decides when the rate falls and when training stops."""
     x, y = rows()
