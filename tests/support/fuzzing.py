@@ -10,7 +10,6 @@ import io
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -288,7 +287,9 @@ def read_mutants(group: str, first: int, out: IO[str]) -> None:
 
 
 def _max_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    # `getrusage` would start at the memory of the parent, which a child keeps as its maximum across exec.
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
 
 
 def find_faults(group: str, folder: Path) -> tuple[list[dict[str, Any]], int]:
