@@ -176,7 +176,7 @@ def fit(
     seed = library.random_seed(Config.seed)
     init_args = {
         "model": store_program(model, storage_path, more.get("seed", seed), earlier, has_workers),
-        "class_weight": None if class_weight is None else _read_class_weight(class_weight),
+        "class_weight": None if class_weight is None else _read_class_weight(class_weight, sample_weight),
         **asdict(columns),
         **({"evaluate_average": True} if evaluates_average(callbacks) else {}),
     }
@@ -429,8 +429,13 @@ def _task_of(run: History) -> KerasTask:
     return run.result.task
 
 
-def _read_class_weight(weights: Mapping[int, float]) -> dict[int, float]:
+def _read_class_weight(weights: Mapping[int, float], sample_weight: Any) -> dict[int, float]:
     """Returns weights by the numbers of classes."""
+    if sample_weight is not None:
+        raise ConfigError(
+            "You cannot `class_weight` and `sample_weight` at the same time. Multiply the weights, and give them as"
+            " sample_weight."
+        )
     try:
         return {int(number): float(weight) for number, weight in weights.items()}
     except (AttributeError, TypeError, ValueError) as error:

@@ -108,16 +108,16 @@ def make_history(
     epochs = epochs[initial_epoch - first_epoch :]
     task = result.task
     assert isinstance(task, KerasTask)
-    names = dict.fromkeys(name for values in epochs for name in values if task.is_reported(name))
+    # Keras sorts the names of an epoch's values; a callback adds its own ones at the end.
+    added = {name for values in logs.values() for name in values}
+    ordered = [sorted(values, key=lambda name: (name in added, name)) for values in epochs]
+    names = dict.fromkeys(name for names in ordered for name in names if task.is_reported(name))
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
         logger.warning(
             "The history has %s, and not the same of the training rows: these are not means over rows.",
             ", ".join(missing),
         )
-    # Keras sorts the names of an epoch's values; a callback adds its own ones at the end.
-    added = {name for values in logs.values() for name in values}
-    order = sorted(names, key=lambda name: (name in added, name))
-    history = {name: [values[name] for values in epochs if name in values] for name in order}
+    history = {name: [values[name] for values in epochs if name in values] for name in names}
     return History(history, list(range(initial_epoch, initial_epoch + len(epochs))), params, model, result)
 
 

@@ -83,8 +83,8 @@ class FitColumns:
         weights = None if sample_weight is None else _name_columns("sample_weight", y)
         return cls(_name_columns("input", x), target, weights)
 
-    def fill(self, x: Any, y: Any = None, sample_weight: Any = None) -> Arrays:
-        """Returns arrays by the names of their columns.
+    def fill(self, x: Any, y: Any = None, sample_weight: Any = None, like: Any = None) -> Arrays:
+        """Returns arrays by the names of their columns; `like` has the shapes of weights, which are 1 where none are.
 
         Raises:
             ConfigError: The arrays have another structure than the names, or differ in rows, or are refused.
@@ -96,7 +96,9 @@ class FitColumns:
             raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
         weights = sample_weight
         if weights is None and self.sample_weight is not None:
-            weights = np.ones(len(next(iter(columns.values()))), np.float32)
+            rows = len(next(iter(columns.values())))
+            keras = library.import_keras()
+            weights = keras.tree.map_structure(lambda one: np.ones((rows, *np.shape(one)[1:]), np.float32), like)
         if self.sample_weight is not None and isinstance(y, list | tuple | Mapping):
             weights = library.standardize_weights(y, weights)
         parts["sample_weight"] = fill_columns(self.sample_weight, weights, "sample_weight")
@@ -230,7 +232,7 @@ class RowArguments:
             # Rows get weights of 1 where the validation data alone has weights.
             weights = next((weights for weights in (self.sample_weight, *others) if weights is not None), None)
             columns = FitColumns.name(x, self.y, weights)
-            arrays = columns.fill(x, self.y, self.sample_weight)
+            arrays = columns.fill(x, self.y, self.sample_weight, weights)
             if self.validation_split:
                 arrays, held_out = split_rows(arrays, self.validation_split)
                 evaluation = self._store_evaluation(held_out)
@@ -260,7 +262,8 @@ class RowArguments:
             arguments = self.storage_path, data, "validation_data", columns, self.validation_steps, False, self.say
             return {"data.eval_path": store_batches(*arguments).path}
         try:
-            return self._store_evaluation(columns.fill(*unpack(data)))
+            x, y, weights = unpack(data)
+            return self._store_evaluation(columns.fill(x, y, weights, self.sample_weight))
         except (ConfigError, DataError, ValueError) as error:
             raise ConfigError(f"validation_data: {error}") from error
 

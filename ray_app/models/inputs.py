@@ -169,7 +169,9 @@ def _read_column(task: Task, name: str, values: Any, texts: TextEncoder | None) 
         if listed and all(isinstance(text, str) for text in listed):
             return _Column(Ragged.of(texts.encode(listed), np.int32), _number(listed), is_single)
         values = listed
-    if kind == "bytes" or (kind, dtype) == ("array", "|u1"):
+    # Vectors of small numbers are no pictures.
+    is_vector = getattr(task, "kinds", {}).get(name) == "array"
+    if kind == "bytes" or ((kind, dtype) == ("array", "|u1") and not is_vector):
         return _read_pictures(values, as_arrays=kind == "array")
     if kind == "list" and not isinstance(values, Ragged):
         lists = [np.asarray(row) for row in values]

@@ -113,12 +113,15 @@ def score(
     model.eval()
     metrics = make_metrics(task).to(device)
     use_direct_bincount()
-    if not kind_of(device).is_host:
+    is_host = kind_of(device).is_host
+    if not is_host:
         use_eager_roi_align()
     rows, worst = len(next(iter(arrays.values()))), list[float]()
     step = size if fixed else chunk_rows or _chunk_rows(arrays, rows, size)
     for low in range(part * step, rows, parts * step):
-        batch = {name: to_device(values, device) for name, values in to_batch(arrays, slice(low, low + step)).items()}
+        # A copy: what the user's code writes into a batch must not be in the rows of the next evaluation.
+        kept = to_batch(arrays, slice(low, low + step)).items()
+        batch = {name: values.clone() if is_host else to_device(values, device) for name, values in kept}
         for _, metric in metrics.items(keep_base=True, copy_state=False):
             reset_parts(metric)
         losses, mistakes = list[Losses](), list[Mistake]()

@@ -141,7 +141,7 @@ METRICS: dict[str, list[Callable[[], list[Any]]]] = {
     "binary": [
         lambda: ["accuracy"],
         lambda: [keras.metrics.AUC(from_logits=True), keras.metrics.Precision(thresholds=0.0)],
-        lambda: [keras.metrics.BinaryIoU([1], threshold=0.1), keras.metrics.TruePositives()],
+        lambda: [keras.metrics.BinaryIoU([1], threshold=0.1), keras.metrics.Recall(thresholds=0.2)],
     ],
     "per token": [lambda: ["accuracy"], lambda: [keras.metrics.SparseCategoricalCrossentropy(from_logits=True)]],
 }
@@ -228,6 +228,9 @@ def adapt(program: Program) -> Program:
         changed["validation"] = "data"
     if changed["steps"] is not None and changed["batch"] == ROWS:
         changed["steps"] = None
+    if changed["steps"] is not None:
+        # Otherwise Keras would make a shorter epoch where the rows end.
+        changed["epochs"] = 1
     if changed["form"] == "sequential" and changed["target"].startswith("two"):
         changed["form"] = "functional"
     if changed["form"] == "sequential" and changed["inputs"] in ("two", "by name"):

@@ -132,6 +132,7 @@ class CallbackRunner:
         self._list: Any = None
         self._epoch, self._batch = first_epoch, 0
         self._module: KerasModule | None = None
+        self._first_iteration = 0
         self._before: list[Any] = []
 
     def __call__(self, end: EpochEnd) -> Intervention:
@@ -152,6 +153,7 @@ class CallbackRunner:
             module = end.build_model()
             assert isinstance(module, KerasModule)
             self._module = module
+            self._first_iteration = library.count_steps(module.saved_program())
         if end.parameters:
             self._module.load_state_dict(dict(end.parameters))
         trained = self._module.saved_program()
@@ -159,7 +161,7 @@ class CallbackRunner:
         self._before = trained.get_weights()
         if model is not trained and end.parameters:
             copy_weights(trained, model)
-        library.begin_epoch(model, end.lr, end.step)
+        library.begin_epoch(model, end.lr, self._first_iteration + end.step)
         if self._list is None:
             self._begin(model, end)
         return self._module, model
@@ -170,6 +172,7 @@ class CallbackRunner:
         rate = library.current_rate(model)
         epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
+        lengths = {name: len(values) for name, values in self._history.history.items()}
         if end.step and not end.has_ended:
             self._repeat_batches(end.batches)
             evaluation = end.scores if self._is_validated(epoch + 1) else None
@@ -195,7 +198,8 @@ class CallbackRunner:
             trained.set_weights(model.get_weights())
         if not _are_equal(self._before, trained.get_weights()):
             parameters = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
-        newest = {name: values[-1] for name, values in self._history.history.items() if values and logs}
+        recorded = self._history.history.items()
+        newest = {name: values[-1] for name, values in recorded if len(values) > lengths.get(name, 0)}
         state, arrays = _pack(self._callbacks)
         more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
         new_rate = library.current_rate(model)

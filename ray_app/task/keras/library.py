@@ -324,7 +324,7 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFa
     from keras.src.backend import get_keras_mask
 
     program.reset_metrics()
-    with noted_losses() as notes:
+    with noted_losses(rows=rows) as notes:
         outputs = update()
     reductions, metrics = [reduction for reduction, _ in notes], dict(compiled_metrics(program))
     parts = [] if program._compile_metrics is None else program._compile_metrics._flat_metrics or []
@@ -348,11 +348,14 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFa
 
 
 @contextmanager
-def noted_losses(factor: float = 1.0, kinds: Iterable[str] = ("",)) -> Iterator[list[tuple[str, torch.Tensor | None]]]:
+def noted_losses(
+    factor: float = 1.0, kinds: Iterable[str] = ("",), rows: int | None = None
+) -> Iterator[list[tuple[str, torch.Tensor | None]]]:
     """Notes how each loss of `compile` in a block reduces its numbers, and the weight that it divides by.
 
     It is `rows` for a mean over all numbers, `weights` for one over the sum of weights or a mask; `sum`, which is
-    multiplied by `factor`; and `batch` for one number of a whole batch. Of losses with `rows` alone nothing is noted.
+    multiplied by `factor`; and `batch` for one number of a whole batch, or of a batch of `rows` another number of
+    values. Of losses with `rows` alone nothing is noted.
     """
     import_keras()
     from keras.src.losses import loss as losses
@@ -370,7 +373,8 @@ def noted_losses(factor: float = 1.0, kinds: Iterable[str] = ("",)) -> Iterator[
             mask = losses.apply_mask(sample_weight, mask, values.dtype, reduction)
         weight = None if mask is None or reduction == "sum" else torch.as_tensor(mask).detach().sum()
         kind = "rows" if weight is None else "weights"
-        notes.append(("sum" if reduction == "sum" else kind if values.ndim else "batch", weight))
+        is_by_row = values.ndim and rows in (None, len(values))
+        notes.append(("sum" if reduction == "sum" else kind if is_by_row else "batch", weight))
         return result * factor if reduction == "sum" else result
 
     losses.reduce_weighted_values = reduce
@@ -438,6 +442,7 @@ def overridden_steps(program: Any) -> list[str]:
 
 def rate_source(optimizer: Any) -> Any:
     """Returns what gives an optimizer its learning rate: a variable, a schedule, or a function."""
+    optimizer = inner_optimizer(optimizer)
     return optimizer._learning_rate
 
 
@@ -458,7 +463,12 @@ def begin_epoch(program: Any, rate: float, steps: int) -> None:
     if current_rate(program) is not None:
         program.optimizer.learning_rate = rate
     if program.optimizer is not None:
-        step_counter(program.optimizer).assign(steps)
+        step_counter(inner_optimizer(program.optimizer)).assign(steps)
+
+
+def count_steps(program: Any) -> int:
+    """Returns the steps that the optimizer of a model has made, see `step_counter`."""
+    return 0 if program.optimizer is None else int(step_counter(inner_optimizer(program.optimizer)))
 
 
 def step_counter(optimizer: Any) -> Any:

@@ -379,10 +379,13 @@ def _find_slots(optimizer: Any) -> list[Slot]:
 def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
     """Returns the variables of a built optimizer of a model, numbered as some weights; those of others are left out.
 
-    Their names may be ambiguous, so that a copy of the optimizer is built, with variables in the same order.
+    Their names may be ambiguous, so that a copy of the optimizer is built, with variables in the same order. What a
+    `LossScaleOptimizer` builds has no variables that stand for missing ones, as Adafactor otherwise has.
     """
+    outer, optimizer = optimizer, library.inner_optimizer(optimizer)
     variables, copied = library.optimized_variables(optimizer), copies.unbuilt_optimizer(optimizer)
-    copied.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
+    builder = copied if outer is optimizer else type(outer)(copied)
+    builder.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
     numbers = {id(weight): number for number, weight in enumerate(weights)}
     ordered = [variable for variable in optimizer.variables if variable is not library.rate_source(optimizer)]
     return [
@@ -394,8 +397,8 @@ def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
 
 def _continue_state(slots: list[Slot], program: Any, attribute: str) -> None:
     """Gives the variables of a new optimizer the state that an optimizer of a program has."""
-    optimizer = library.inner_optimizer(getattr(program, attribute))
-    kept = {id(variable) for variable in library.optimized_variables(optimizer)}
+    optimizer = getattr(program, attribute)
+    kept = {id(variable) for variable in library.optimized_variables(library.inner_optimizer(optimizer))}
     weights = [variable for variable in library.trained_weights(program) if id(variable) in kept]
     states = {(number, name): variable for variable, number, name in _slots_of_weights(optimizer, weights)}
     for variable, number, name in slots:
@@ -430,7 +433,6 @@ def restore_optimizer(
         if library.inner_optimizer(optimizer) is not optimizer and scale is not None:
             optimizer.dynamic_scale.assign(scale[0])
             optimizer.step_counter.assign(int(scale[1]))
-        optimizer = library.inner_optimizer(optimizer)
         for variable, number, name in _slots_of_weights(optimizer, weights):
             values = state["state"].get(part[number or 0][0], {}).get(name)
             if values is not None and values.shape == variable.shape:

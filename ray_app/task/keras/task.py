@@ -78,7 +78,7 @@ class KerasTask(BatchTask):
             model has its loss from `add_loss`.
         sample_weight: Column with the weight of each row, as `fit` takes it; columns in the structure of `target` for
             weights of each output.
-        class_weight: The weight of each class in training, as `fit` takes it.
+        class_weight: The weight of each class in training, as `fit` takes it, by which weights of rows are multiplied.
         scale: Inputs are divided by it; 255 makes pixels numbers from 0 to 1.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: `min` for a loss.
@@ -117,10 +117,10 @@ class KerasTask(BatchTask):
         reading = (transforms, evaluate_transforms, None, None, *lists, best_metric, best_mode, exif_orientation)
         super().__init__(program.spec_of_program(model), batch, None, *reading)
         _need_columns(inputs, columns, scale)
-        if class_weight and (sample_weight is not None or not isinstance(target, str)):
+        if class_weight and not isinstance(target, str):
             raise ConfigError(
-                "You cannot `class_weight` and `sample_weight` at the same time, and `class_weight` is only supported"
-                " for Models with a single output. Multiply the weights, and give them as sample_weight."
+                "`class_weight` is only supported for Models with a single output. Give the weights of rows as"
+                " sample_weight."
             )
         self.model_inputs = inputs
         self.model_target = target
@@ -281,12 +281,17 @@ class KerasTask(BatchTask):
         return program.build_program(self.model, self._settings, self._samples)
 
     def _samples(self) -> list[program.Inputs]:
-        """Returns batches of zeros, of which lists have several lengths."""
+        """Returns batches of ones with targets of zeros, of which lists have several lengths."""
         has_lists = any(kind == "list" for kind, _, _ in self.column_types.values())
         lengths = _SAMPLE_LENGTHS if has_lists else _SAMPLE_LENGTHS[:1]
         columns = self.column_types.items()
-        rows = ({name: _zeros(kind, dtype, shape, n) for name, (kind, dtype, shape) in columns} for n in lengths)
-        return [self._keras_batch(to_batch(self.decode(zeros)), True) for zeros in rows]
+        # A layer that masks zeros would leave a loss or an output without any row.
+        inputs = self.columns_of_model()
+        rows = (
+            {name: _fill(kind, dtype, shape, n, name in inputs) for name, (kind, dtype, shape) in columns}
+            for n in lengths
+        )
+        return [self._keras_batch(to_batch(self.decode(read)), True) for read in rows]
 
     def _input(self, batch: Batch, name: str) -> Tensor:
         """Returns a column of a batch as the model gets it."""
@@ -317,10 +322,11 @@ class KerasTask(BatchTask):
 
     def _weights(self, batch: Batch, y: Any, is_training: bool) -> Any:
         """Returns the weights of rows, or of each output; None for equal weights."""
+        of_rows = None
         if self.sample_weight is not None:
-            return _map_columns(self.sample_weight, lambda name: batch[name].float())
+            of_rows = _map_columns(self.sample_weight, lambda name: batch[name].float().clone())
         if not self.class_weight or not is_training:
-            return None
+            return of_rows
         # Classes are integers, or the place of the highest number of a row.
         classes = y if y.ndim < 2 else y.argmax(-1) if y.shape[-1] > 1 else y.squeeze(-1)
         if classes.ndim > 1:
@@ -330,7 +336,7 @@ class KerasTask(BatchTask):
         weights = torch.ones(len(y), device=y.device)
         for number, weight in self.class_weight:
             weights = torch.where(classes.round() == number, weight, weights)
-        return weights
+        return weights if of_rows is None else of_rows * weights.reshape(-1, *[1] * (of_rows.ndim - 1))
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
         """Returns what the model gives for a batch."""
@@ -486,12 +492,12 @@ def _type_of(column: ColumnFacts) -> list[Any]:
     return [column.kind, dtype, list(column.shape)]
 
 
-def _zeros(kind: str, dtype: str, shape: list[int], length: int) -> Any:
-    """Returns rows of zeros of a column as read."""
+def _fill(kind: str, dtype: str, shape: list[int], length: int, value: int) -> Any:
+    """Returns rows of a column as read, with one number everywhere; pictures are black."""
     if kind == "bytes":
         image = io.BytesIO()
         Image.new("RGB", (_PICTURE_SIZE, _PICTURE_SIZE)).save(image, "PNG")
         return [image.getvalue()] * _SAMPLE_ROWS
     if kind == "list":
-        return Ragged.of([np.zeros((length, *shape), dtype)] * _SAMPLE_ROWS, dtype, row_shape=tuple(shape))
-    return np.zeros((_SAMPLE_ROWS, *shape), dtype or ("float32" if kind == "number" else "int64"))
+        return Ragged.of([np.full((length, *shape), value, dtype)] * _SAMPLE_ROWS, dtype, row_shape=tuple(shape))
+    return np.full((_SAMPLE_ROWS, *shape), value, dtype or ("float32" if kind == "number" else "int64"))

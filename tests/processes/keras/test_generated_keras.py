@@ -30,6 +30,17 @@ CHOICES: list[Program] = [
     {"inputs": "two", "target": "class", "optimizer": 4, "update": "undecayed", "validation": "data"},
     {"form": "adds a loss", "inputs": "masked", "weights": "zeros", "schedule": 1, "epochs": 4},
     {"inputs": "pixels", "body": "regularized", "target": "one hot", "update": "global_clipnorm", "then": "predict"},
+    # Each of these was once another number, a crash or a refusal.
+    {"target": "class", "loss": 1, "weights": "column", "validation": "data"},
+    {"inputs": "masked", "target": "binary", "loss": 1, "metrics": 1, "validation": "data"},
+    {"inputs": "masked", "metrics": 1, "weights": "zeros"},
+    {"weights": "classes", "validation": "weighted", "target": "class"},
+    {"target": "numbers", "loss": 1, "validation": "split", "batch": 8},
+    {"optimizer": 11, "update": "scaled", "callback": "lambda"},
+    {"schedule": 2, "update": "scaled", "callback": "recorder"},
+    {"schedule": 3, "batch": 8, "callback": "recorder", "then": "fit"},
+    {"validation": "seldom", "callback": "schedule", "epochs": 4},
+    {"target": "binary", "axis": True, "target type": "uint8", "then": "evaluate"},
 ]
 
 

@@ -39,6 +39,23 @@ class ScoresInData(ImageClassification):
         return batch["image"]
 
 
+class WritesIntoBatches(ScoresInData):
+    """A task that writes into the batches of an evaluation."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return batch["image"].mul_(-2)
+
+
+def test_what_an_evaluation_writes_into_its_batch_is_not_in_the_next_one() -> None:
+    random = np.random.default_rng(0)
+    arrays = {"image": random.random((ROWS, CLASSES), np.float32), "label": random.integers(0, CLASSES, ROWS)}
+    task = WritesIntoBatches()
+    task.num_classes, task.classes = CLASSES, [str(c) for c in range(CLASSES)]
+    task.picture = lambda batch, row: b""
+    first, second = (combine(task, score(task, nn.Identity(), arrays, 32, CPU)).values for _ in range(2))
+    assert first == second
+
+
 def score_random_rows() -> dict[str, Any]:
     random = np.random.default_rng(0)
     arrays = {
