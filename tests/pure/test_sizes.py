@@ -26,7 +26,7 @@ CEILINGS = {
     "ray_app/models": 2_336,
     "ray_app/plan": 886,
     "ray_app/predict": 612,
-    "ray_app/preflight": 4_727,
+    "ray_app/preflight": 4_728,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
     "ray_app/retrain": 2_137,
