@@ -51,6 +51,7 @@ from ray_app.task.keras import library
 from ray_app.task.keras.callbacks import (
     CallbackRunner,
     backup_name,
+    ends_at_nan,
     evaluates_average,
     monitored_fields,
     refuse_batch_saves,
@@ -160,7 +161,7 @@ def fit(
     ordered = more.get("data.shuffle", shuffle)
     validation = validation_split, validation_data, validation_steps, validation_batch_size
     rows = storage_path, x, y, sample_weight, batch_size, ordered, steps_per_epoch, *validation
-    columns, data = RowArguments(*rows, inputs, target, say).locate()
+    columns, data = RowArguments(*rows, inputs, target, say, ends_at_nan(running)).locate()
     if users_model is not None and not is_path(x):
         library.build_symbolically(users_model, first_rows((x, y, sample_weight)))
     before = None if name is None else stored_config(RunPaths(to_location(storage_path) / name))
@@ -179,6 +180,7 @@ def fit(
         "class_weight": None if class_weight is None else _read_class_weight(class_weight, sample_weight),
         **asdict(columns),
         **({"evaluate_average": True} if evaluates_average(callbacks) else {}),
+        **({"infinite_target": True} if ends_at_nan(running) else {}),
     }
     settings: Fields = {
         "task": {"class_path": _TASK, "init_args": init_args},

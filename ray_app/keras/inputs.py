@@ -83,13 +83,19 @@ class FitColumns:
         weights = None if sample_weight is None else _name_columns("sample_weight", y)
         return cls(_name_columns("input", x), target, weights)
 
-    def fill(self, x: Any, y: Any = None, sample_weight: Any = None, like: Any = None) -> Arrays:
-        """Returns arrays by the names of their columns; `like` has the shapes of weights, which are 1 where none are.
+    def fill(
+        self, x: Any, y: Any = None, sample_weight: Any = None, like: Any = None, infinite_y: bool = False
+    ) -> Arrays:
+        """Returns arrays by the names of their columns.
+
+        Args:
+            like: Weights with the shapes of those that are 1 where `sample_weight` has none.
+            infinite_y: Whether y may be infinite.
 
         Raises:
             ConfigError: The arrays have another structure than the names, or differ in rows, or are refused.
         """
-        parts = {"x": fill_columns(self.inputs, x, "x"), "y": fill_columns(self.target, y, "y")}
+        parts = {"x": fill_columns(self.inputs, x, "x"), "y": fill_columns(self.target, y, "y", infinite_y)}
         if not (columns := parts["x"] | parts["y"]):
             raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
@@ -134,12 +140,13 @@ def store_arrays(storage_path: str, arrays: Arrays, mixes: bool = True) -> str:
     return str(folder)
 
 
-def fill_columns(columns: Columns | None, values: Any, argument: str) -> Arrays:
+def fill_columns(columns: Columns | None, values: Any, argument: str, may_be_infinite: bool = False) -> Arrays:
     """Returns arrays by the names of their columns; nothing for no columns.
 
     Args:
         columns: The names, in the structure of the arrays.
         argument: The name of the argument of `fit`.
+        may_be_infinite: Whether numbers may be infinite; they may never be NaN.
 
     Raises:
         ConfigError: The structures differ, or a value is not an array.
@@ -147,7 +154,7 @@ def fill_columns(columns: Columns | None, values: Any, argument: str) -> Arrays:
     if columns is None:
         return {}
     if isinstance(columns, str):
-        return {columns: _to_column(values, argument)}
+        return {columns: _to_column(values, argument, may_be_infinite)}
     names = dict(columns) if isinstance(columns, Mapping) else dict(enumerate(columns))
     arrays = values if isinstance(values, Mapping) else dict(enumerate(values)) if _is_list(values) else {}
     if arrays.keys() != names.keys():
@@ -155,7 +162,7 @@ def fill_columns(columns: Columns | None, values: Any, argument: str) -> Arrays:
             f"{argument} is a {type(values).__name__} of {list(arrays)}, and the model is trained with {list(names)}."
             " Give an array for each of these."
         )
-    return {name: _to_column(arrays[key], f"{argument}[{key!r}]") for key, name in names.items()}
+    return {name: _to_column(arrays[key], f"{argument}[{key!r}]", may_be_infinite) for key, name in names.items()}
 
 
 def split_rows(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
@@ -207,6 +214,7 @@ class RowArguments:
     inputs: Columns | None
     target: Columns | None
     say: Callable[[str], None]
+    infinite_y: bool
 
     def locate(self) -> tuple[FitColumns, Fields]:
         """Returns the columns that the model takes, and the fields about the data, which is written if it is no path.
@@ -224,7 +232,7 @@ class RowArguments:
         elif is_source(x):
             mixes = is_shuffled(x, mixes)
             of_source = steps if _count_batches(x) < 0 else None
-            stored = store_batches(self.storage_path, x, "x", None, of_source, mixes, self.say)
+            stored = store_batches(self.storage_path, x, "x", None, of_source, mixes, self.say, self.infinite_y)
             path, columns = stored.path, stored.columns
             batch, count = stored.sizes[0], len(stored.sizes)
         else:
@@ -232,7 +240,7 @@ class RowArguments:
             # Rows get weights of 1 where the validation data alone has weights.
             weights = next((weights for weights in (self.sample_weight, *others) if weights is not None), None)
             columns = FitColumns.name(x, self.y, weights)
-            arrays = columns.fill(x, self.y, self.sample_weight, weights)
+            arrays = columns.fill(x, self.y, self.sample_weight, weights, self.infinite_y)
             if self.validation_split:
                 arrays, held_out = split_rows(arrays, self.validation_split)
                 evaluation = self._store_evaluation(held_out)
@@ -359,6 +367,7 @@ def store_batches(
     steps: int | None,
     mixes: bool,
     say: Callable[[str], None],
+    infinite_y: bool = False,
 ) -> StoredBatches:
     """Reads a source once, a batch at a time, and writes its rows as a data set, mixed or in their order.
 
@@ -366,6 +375,7 @@ def store_batches(
         name: The argument of `fit`.
         columns: The columns of the training; None for the training itself, of which the first batch names them.
         steps: The batches to read; None for all.
+        infinite_y: Whether targets may be infinite.
 
     Raises:
         ConfigError: The source never ends, or has no batch, or a batch is refused.
@@ -379,9 +389,9 @@ def store_batches(
         files: dict[str, Any] = {}
         for batch in islice(x.as_numpy_iterator() if hasattr(x, "as_numpy_iterator") else x, steps):
             try:
-                values = unpack(batch)
-                columns = columns or FitColumns.name(*values)
-                arrays = columns.fill(*values)
+                inputs, targets, weights = unpack(batch)
+                columns = columns or FitColumns.name(inputs, targets, weights)
+                arrays = columns.fill(inputs, targets, weights, infinite_y=infinite_y)
                 kinds = {column: (array.dtype, array.shape[1:]) for column, array in arrays.items()}
                 if (rows := rows or kinds) != kinds:
                     raise ConfigError(
@@ -516,7 +526,7 @@ def _name_columns(prefix: str, values: Any) -> Columns:
     return [f"{prefix}_{number}" for number in range(len(values))] if _is_list(values) else prefix
 
 
-def _to_column(values: Any, argument: str) -> npt.NDArray:
+def _to_column(values: Any, argument: str, may_be_infinite: bool = False) -> npt.NDArray:
     """Returns an array as a column of a data set; floats become float32, as `Model.fit` makes them.
 
     Args:
@@ -541,8 +551,9 @@ def _to_column(values: Any, argument: str) -> npt.NDArray:
         raise ConfigError(f"{argument} has no rows, an array of shape {array.shape}. Give at least one row.")
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
-        if not (is_finite := np.isfinite(array)).all():
-            row = int(np.argmin(is_finite.reshape(len(array), -1).all(1)))
+        is_allowed = ~np.isnan(array) if may_be_infinite else np.isfinite(array)
+        if not is_allowed.all():
+            row = int(np.argmin(is_allowed.reshape(len(array), -1).all(1)))
             raise ConfigError(
                 f"{argument} is NaN or infinite as float32 in row {row}, counted from 0. A run stops at such a row:"
                 " correct it, or leave it out."

@@ -11,6 +11,7 @@ from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.plan.order import Plan
 from ray_app.storage.files import to_location
 from ray_app.task.base import Task
+from ray_app.task.table_statistics import ROW_ID
 
 _MAX_NAMED = 20
 
@@ -57,7 +58,7 @@ def _describe_unused_columns(
     dataset: Dataset, used: Sequence[str], left_out: Mapping[str, str] | None = None
 ) -> list[str]:
     """Returns a line with the columns of a data set that are not used and the reasons, or no line if there are none."""
-    unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in used}
+    unused = {name: facts for name, facts in dataset.facts.columns.items() if name not in (*used, ROW_ID)}
     if not unused:
         return []
     reasons = [

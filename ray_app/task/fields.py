@@ -164,10 +164,12 @@ def convert_column(values: Any, kind: str) -> Field:
     return array.astype(dtype, copy=False) if dtype else array
 
 
-def need_finite(name: str, values: Any) -> None:
+def need_finite(name: str, values: Any, may_be_infinite: bool = False) -> None:
     """Raises ValueError for values, (rows, ...) or ragged, that are NaN or infinite; `name` is for the message."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind == "f" and numbers.size and not np.isfinite(numbers).all():
+        if may_be_infinite and not np.isnan(numbers).any():
+            return
         raise ValueError(f"{name} is NaN or infinite; correct the value or drop the row")
 
 

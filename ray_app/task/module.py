@@ -173,6 +173,8 @@ class ModuleTask(Task):
         self.best_metric = best_metric  # type: ignore[misc]
         self.best_mode = resolve_best_mode(best_metric, best_mode, self.metric_specs)  # type: ignore[misc]
         self.kinds: dict[str, str] = {}
+        # Columns that may have infinite values.
+        self.infinite: list[str] = []
         self.ranges: dict[str, list[float]] = {}
         self.classes: list[str] = []
         # The values of the target that the loss and the model allow, see `target_range`; the preflight sets it.
@@ -269,7 +271,7 @@ class ModuleTask(Task):
             name: self._values(rows[name], kind) for name, kind in self.kinds.items() if name not in images
         }
         for name, values in fields.items():
-            need_finite(f"column {name!r}", values)
+            need_finite(f"column {name!r}", values, name in self.infinite)
         if images:
             stored = {name: rows[name] for name in images}
             fields |= decode_columns(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)

@@ -11,6 +11,8 @@ from typing import IO
 
 import pytest
 
+from ray_app.process import temporary_folder
+
 _RAY = str(Path(sys.executable).parent / "ray")
 _NET = "10.213.77"
 _PORT = 26379
@@ -64,8 +66,12 @@ class Namespaces:
     def popen(
         self, host: int, command: list[str], environment: dict[str, str], output: IO[str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts a command on a host, counted from 1; `close` ends it."""
-        command = ["ip", "netns", "exec", self._names[host - 1], *command]
+        """Starts a command on a host, counted from 1, with a folder for Ray of its own; `close` ends it."""
+        # Two raylets that start at the same time in one folder take the same names of sockets.
+        folder = temporary_folder() / "ray"
+        folder.mkdir(exist_ok=True)
+        mount = f'mount -t tmpfs none {folder} && exec "$@"'
+        command = ["ip", "netns", "exec", self._names[host - 1], "sh", "-c", mount, "sh", *command]
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         self._processes.append(process)
         return process

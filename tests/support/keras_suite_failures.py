@@ -23,7 +23,6 @@ ABSENT = {
 }
 """Files and tests that need a library that is not installed, or do not end."""
 
-_INFINITE = "y is infinite, which fit refuses with the row"
 FAILURES = {
     "trainer_test::test_callbacks_can_update_state_at_batch_boundary": (
         "a callback changes a weight between two steps, which workers would not do alike"
@@ -45,11 +44,6 @@ FAILURES = {
     "backup_and_restore_test::test_best_case_step": "counts repeated steps of an interrupted epoch",
     "swap_ema_weights_test::test_swap_ema_weights_on_epoch": "swap_on_epoch=True is refused",
     "swap_ema_weights_test::test_swap_ema_weights_with_invalid_optimizer": "a ConfigError, not a ValueError",
-    "terminate_on_nan_test::test_raise_error_terminate_does_not_trigger_on_train_end": _INFINITE,
-    "terminate_on_nan_test::test_raise_error_terminate_preserves_backup": _INFINITE,
-    "terminate_on_nan_test::test_raise_error_terminate_stops_on_later_batch": _INFINITE,
-    "terminate_on_nan_test::test_terminate_on_nan_graceful_stop": _INFINITE,
-    "terminate_on_nan_test::test_terminate_on_nan_raise_error_raises_error": _INFINITE,
 }
 """Tests that must fail here."""
 

@@ -90,6 +90,11 @@ def evaluates_average(callbacks: Any) -> bool:
     return bool(swaps)
 
 
+def ends_at_nan(callbacks: Sequence[Any]) -> bool:
+    """Returns whether a callback ends training at a loss that is not finite."""
+    return any(isinstance(c, library.import_keras().callbacks.TerminateOnNaN) for c in callbacks)
+
+
 def backup_name(callbacks: Any) -> str | None:
     """Returns the name of a run that `BackupAndRestore` continues; None without this callback."""
     keras = library.import_keras()
@@ -225,8 +230,7 @@ class CallbackRunner:
         Raises:
             RuntimeError: The callback raises it.
         """
-        keras = library.import_keras()
-        if self._list is None or not any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in self._callbacks):
+        if self._list is None or not ends_at_nan(self._callbacks):
             return None
         logs = {"loss": float("nan")}
         self._list.on_train_batch_end(self._batch, logs)

@@ -86,6 +86,7 @@ class KerasTask(BatchTask):
             between two epochs, see `ray_app.keras.fit`; with evaluation data `evaluate.where` has to be `workers`.
         evaluate_average: Whether evaluations use the average of the weights that an optimizer with `use_ema` keeps, as
             with `SwapEMAWeights`.
+        infinite_target: Whether targets may be infinite, for `TerminateOnNaN`, which ends training at them.
     """
 
     functions: ClassVar[tuple[str, ...]] = ("model", "callbacks")
@@ -111,6 +112,7 @@ class KerasTask(BatchTask):
         exif_orientation: bool = True,
         callbacks: str | Spec | None = None,
         evaluate_average: bool = False,
+        infinite_target: bool = False,
     ) -> None:
         columns, targets = _names_in(inputs), _names_in(target)
         batch, lists = list(dict.fromkeys([*columns, *targets])), (pad_with, pad_to, max_length)
@@ -131,6 +133,7 @@ class KerasTask(BatchTask):
         self.class_weight = [[int(number), float(weight)] for number, weight in (class_weight or {}).items()]
         self.scale = scale
         self.evaluate_average = evaluate_average
+        self.infinite = targets if infinite_target else []
         self.callbacks = None
         if callbacks is not None:
             self.callbacks = program.spec_of_program(callbacks, _CALLBACKS, "callbacks of Keras")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,22 @@ def test_a_loss_that_is_no_number_ends_training_as_its_callback_says(tmp_path: P
     history = fit_here(tmp_path, get_broken(), x, y, epochs=2, callbacks=[callbacks.TerminateOnNaN(), noted])
     np.testing.assert_equal(history.history, {"loss": [np.nan]})
     assert noted.calls[-1][0] == "train ends"
+
+
+def test_targets_may_be_infinite_where_a_callback_ends_training_at_them(tmp_path: Path) -> None:
+    x, y = np.ones((4, 1), np.float32), np.array([[1], [1], [1], [np.inf]], np.float32)
+    ends = []
+    for fit in (keras.Model.fit, partial(fit_here, tmp_path)):
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        options = {"batch_size": 1, "epochs": 3, "shuffle": False, "verbose": 0}
+        history = fit(model, x, y, callbacks=callbacks.TerminateOnNaN(), **options).history
+        ends.append([np.isfinite(loss) for loss in history["loss"]])
+    assert ends == [[False], [False]]
+    with pytest.raises(ConfigError, match="y is NaN or infinite as float32 in row 3"):
+        fit_here(tmp_path, model, x, y)
+    with pytest.raises(ConfigError, match="y is NaN or infinite as float32 in row 3"):
+        fit_here(tmp_path, model, x, np.where(np.isinf(y), np.nan, y), callbacks=callbacks.TerminateOnNaN())
 
 
 def test_a_configuration_names_callbacks_that_run_alike(tmp_path: Path) -> None:
