@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ray_app.version import __version__
 
 if TYPE_CHECKING:
+    from ray_app.cluster.resources import session
     from ray_app.drill.cluster import LocalCluster, kill_worker
     from ray_app.driver.background import Training, Worker, start_training
     from ray_app.driver.parsing import load_config
@@ -54,6 +55,7 @@ __all__ = [
     "read_rows",
     "reduce",
     "run_training",
+    "session",
     "start_training",
 ]
 
@@ -87,6 +89,7 @@ _MODULES = {
     "read_rows": "models.export",
     "reduce": "task.losses",
     "run_training": "driver.run",
+    "session": "cluster.resources",
     "start_training": "driver.background",
 }
 

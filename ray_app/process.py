@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import importlib
 import logging
 import os
 import select
@@ -387,3 +388,18 @@ def make_standard_streams_safe() -> None:
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, SafeStream):
             setattr(sys, name, SafeStream(stream, title))
+
+
+def import_in_background(module: str) -> None:
+    """Imports a module in a thread, while the driver waits for the start of the cluster.
+
+    Code that imports it earlier waits for the rest of the import. So does the end of the process, which could abort it
+    otherwise.
+    """
+
+    def import_it() -> None:
+        # An error occurs again where the module is needed.
+        with suppress(Exception), without_gc():
+            importlib.import_module(module)
+
+    threading.Thread(target=import_it, name="imports").start()

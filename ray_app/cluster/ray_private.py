@@ -28,6 +28,8 @@ import secrets
 import stat
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,10 +37,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import AuthenticationError
 from ray.job_config import JobConfig
 
 from ray_app.errors import ConfigError
-from ray_app.process import current_folder, restore_setting, set_variables, temporary_folder
+from ray_app.process import current_folder, restore_setting, set_variables, temporary_folder, without_gc
 from ray_app.runlog.redaction import register_secrets
 from ray_app.storage.files import put_atomic
 
@@ -53,6 +56,12 @@ NODE_ID_LABEL = "ray.io/node-id"
 """The label of a node with its id."""
 TESTED_RAY = (2, 56), (2, 60)
 """The oldest and the newest minor version of Ray with which recovery in place has been tested, see docs/versions.md."""
+_SOCKET_TOO_LONG = "AF_UNIX path length"
+"""The text in errors of Ray and Python about a path of a socket that is longer than the system allows."""
+_SET_TOKEN = (
+    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
+    " names, or RAY_AUTH_TOKEN."
+)
 _AUTH_MODE = "RAY_AUTH_MODE"
 _AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -62,6 +71,12 @@ _TOKEN_FILE = ".ray/auth_token"
 """Ray's file with the token, in the home folder."""
 _RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The environment variable that is set in Ray jobs."""
+_IN_ADVANCE = b"ray_app:import_in_advance"
+"""The key in Ray's store of the modules that new processes import."""
+_IDLE_S = 600
+"""Seconds for which Ray keeps a process that was started in advance."""
+_PRESTART_S, _PRESTART_TIMEOUT_S = 1.0, 5.0
+"""Seconds until as many processes as the machine has cores have started, and for which Ray may take to answer."""
 _SINGLE_NODE_PREFIX = "node_"
 """Prefix of a node's type where an autoscaler without a configuration names it after the node."""
 
@@ -116,11 +131,78 @@ CAN_HAVE_NODES = PrivateName(
     "ray._private.ray_constants:ENABLE_RAY_CLUSTER",
     "the ports of a cluster that is started here can be reached from other machines",
 )
+PRESTART = PrivateName(
+    "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub", "the next run of a session starts like the first"
+)
+GRPC_CHANNEL = PrivateName("ray._private.grpc_utils:init_grpc_channel", PRESTART.without)
+SETUP_HOOK = PrivateName("ray._private.ray_constants:WORKER_PROCESS_SETUP_HOOK_ENV_VAR", PRESTART.without)
 UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
 
 # Ray reads the variable when it is imported. Workers get the search path of the driver, without uv.
 if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ and UV_HOOK.find():
     vars(sys.modules[UV_HOOK.path.partition(":")[0]])["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = False
+
+
+def imports_in_advance() -> dict[str, str]:
+    """Returns the variable with which processes of a new cluster import what `prestart_workers` names, if it does."""
+    name = SETUP_HOOK.find()
+    return {} if name is None else {name: f"{__name__}.import_in_advance"}
+
+
+def import_in_advance() -> None:
+    """Imports modules in a process of Ray that has no work yet, where nothing else needs the CPU."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    modules = (_internal_kv_get(_IN_ADVANCE) or b"").decode().split(",")
+
+    def import_them() -> None:
+        # On Linux each thread has a priority of its own, so that the work of the process has the usual one.
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with without_gc():
+            for module in filter(None, modules):
+                # An error occurs again where the module is needed; here it would end the process.
+                with suppress(Exception):
+                    imported = pkgutil.resolve_name(module)
+                    if callable(imported):
+                        imported()
+
+    thread = threading.Thread(target=import_them)
+    thread.start()
+    thread.join()
+
+
+def prestart_workers(count: int, modules: Sequence[str]) -> None:
+    """Starts processes on this node, which import modules and then wait for actors of this driver.
+
+    Ray by itself starts a process when an actor needs it, and no actor runs in the process of an earlier actor or task.
+
+    Args:
+        count: The number of processes.
+        modules: What they import: modules, or functions (`module:name`) that import.
+    """
+    from ray.core.generated.common_pb2 import Language
+    from ray.core.generated.node_manager_pb2 import PrestartWorkersRequest
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    stub, channel = PRESTART.find(), GRPC_CHANNEL.find()
+    if stub is None or channel is None:
+        return
+    context = ray.get_runtime_context()
+    [node] = [node for node in ray.nodes() if node["NodeID"] == context.get_node_id()]
+    _internal_kv_put(_IN_ADVANCE, ",".join(modules).encode())
+    with channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}") as connection:
+        # Ray ignores what exceeds the number of cores, as long as the processes of the request before start.
+        at_once = os.cpu_count() or 1
+        for first in range(0, count, at_once):
+            request = PrestartWorkersRequest(
+                language=Language.PYTHON,
+                job_id=bytes.fromhex(context.get_job_id()),
+                num_workers=min(at_once, count - first),
+                keep_alive_duration_secs=_IDLE_S,
+            )
+            stub(connection).PrestartWorkers(request, timeout=_PRESTART_TIMEOUT_S)
+            time.sleep(_PRESTART_S)
 
 
 def is_tested() -> bool:
@@ -254,6 +336,41 @@ def private_files() -> dict[str, str]:
 
 
 @contextmanager
+def connection_errors() -> Iterator[None]:
+    """Turns errors of connecting to Ray that a user can fix into errors that say how.
+
+    Raises:
+        ConfigError: The cluster does not answer or requires a token, its address cannot be read, or the folder of
+            Ray's sockets has too long a path.
+    """
+    try:
+        yield
+    except AuthenticationError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ConfigError(
+            f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
+        ) from error
+    except ValueError as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        raise ConfigError(
+            f"Ray refuses a setting: {reason}. Check the address (run.ray_address) and the variables RAY_*."
+        ) from error
+    except ConnectionError as error:
+        # A cluster that requires a token does not answer to a process that sends none.
+        raise ConfigError(
+            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
+            f" `ray start` may also have asked for a token. {_SET_TOKEN}"
+        ) from error
+    except OSError as error:
+        if _SOCKET_TOO_LONG not in str(error):
+            raise
+        raise ConfigError(
+            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a"
+            " path; set RAY_TMPDIR to a short folder, such as /tmp/ray-1."
+        ) from error
+
+
+@contextmanager
 def restore_auth_mode() -> Iterator[None]:
     """Restores `RAY_AUTH_MODE` after a connection, also in Ray, which keeps the value that it has read.
 
@@ -368,6 +485,14 @@ def _installed_paths() -> frozenset[str]:
     command = [sys.executable, "-c", "import sys; print(*sys.path, sep='\\n')"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return frozenset(process.stdout.splitlines())
+
+
+def module_times() -> dict[str, int]:
+    """Returns when the file of each imported module that is not installed was last changed."""
+    folders = tuple(search_path())
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    files = [file for file in files if file.startswith(folders) and "site-packages" not in file]
+    return {file: os.stat(file).st_mtime_ns for file in files if os.path.exists(file)}
 
 
 def job_config() -> JobConfig | None:

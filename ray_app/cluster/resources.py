@@ -2,33 +2,34 @@
 
 `cluster` connects, and `workers_that_fit` counts the workers for which there are CPUs and GPUs. `check_object_stores`
 and `check_window_memory` check that decoded data fits into memory: the data that workers share into the object stores,
-and shuffle windows into the memory of a node. `import_in_background` imports modules while a cluster starts.
+and shuffle windows into the memory of a node.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
 import psutil
 import ray
-from ray.exceptions import AuthenticationError
 from ray.util.client import ray as client
 
 from ray_app.cluster.ray_private import (
     Node,
+    connection_errors,
+    imports_in_advance,
     in_own_sessions,
     job_config,
     known_labels,
     max_resources,
+    module_times,
     nodes_with_labels,
     on_loopback,
     private_files,
@@ -39,22 +40,16 @@ from ray_app.cluster.ray_private import (
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
-from ray_app.config.variables import without_errors
+from ray_app.config.variables import recorded_variables, without_errors
 from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import count_passes
-from ray_app.process import defer_interrupts, restore_handler, set_variables, without_gc
+from ray_app.process import defer_interrupts, restore_handler, set_variables
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
 
-_SOCKET_TOO_LONG = "AF_UNIX path length"
-"""The text in errors of Ray and Python about a path of a socket that is longer than the system allows."""
-_SET_TOKEN = (
-    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
-    " names, or RAY_AUTH_TOKEN."
-)
 _READING_CPUS = 1
 _UNLIMITED_WORKERS = 1_000_000
 """A number of workers that no cluster fits, where `scaling.max_workers` must be a number."""
@@ -95,6 +90,8 @@ def cluster(config: Config) -> Iterator[bool]:
     A run that does not need a cluster gets none, unless there is a connection already. Only a local cluster that is
     started here declares more logical CPUs than the machine has cores, so that a small machine can try several workers.
 
+    The local cluster of a `session` that a run cannot use, see `_is_outdated`, is replaced by another.
+
     At the end the environment and the handler of SIGTERM are restored, because the next cell of a notebook may join
     another cluster. If several runs share a connection, in threads of one process, the last of them closes it.
 
@@ -116,7 +113,7 @@ def cluster(config: Config) -> Iterator[bool]:
     interval = set_variables(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     )
-    with interval, _shared.connected(partial(_connect, config)) as is_first:
+    with interval, _shared.connected(partial(_connect, config), partial(_is_outdated, config)) as is_first:
         yield is_first and not ray_address(config)
 
 
@@ -125,6 +122,36 @@ def keep_connection() -> Iterator[None]:
     """Keeps a connection that `cluster` opens inside the block until its end, for later uses of `cluster`."""
     with _shared.kept():
         yield
+
+
+@contextmanager
+def session() -> Iterator[None]:
+    """Keeps Ray between the runs inside the block, so that all but the first start in two or three seconds.
+
+    Workers of the next run are started before the present one ends; they have imported PyTorch, Ray and `ray_app`, and
+    none of the user's modules. A run that needs more CPUs than the cluster has, or a changed module, gets another.
+    """
+    with _shared.kept(is_session=True):
+        yield
+
+
+def keeps_local_cluster() -> bool:
+    """Returns whether the cluster was started by a run inside a `session`, so that it outlives the run."""
+    return bool(_shared.local_files) and _shared.sessions > 0
+
+
+def _is_outdated(config: Config) -> bool:
+    """Returns whether a run cannot use the local cluster of a session.
+
+    It is to join another one, needs more CPUs, or a module or a variable on which the bits depend has changed: Ray's
+    processes for reading have the old module, and all have the old variable.
+    """
+    files, variables = _shared.local_files, _shared.local_variables
+    if not files or not ray.is_initialized():
+        return False
+    changed = [file for file, time_ns in module_times().items() if files.setdefault(file, time_ns) != time_ns]
+    is_small = ray.cluster_resources().get("CPU", 0.0) < _local_cpus(config)
+    return is_small or bool(changed) or ray_address(config) is not None or variables != recorded_variables(os.environ)
 
 
 def reconnect(config: Config) -> None:
@@ -155,17 +182,23 @@ def _start(config: Config) -> None:
     # Ray warns that the cluster has a token, which `require_token` has made.
     quiet_cluster_start()
     require_token()
-    num_cpus = wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers)
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
     variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | without_errors(os.environ)
+    if _shared.sessions:
+        variables |= imports_in_advance()
     with set_variables(**variables), on_loopback(), in_own_sessions(), defer_interrupts():
         ray.init(
             address="local",
-            num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
+            num_cpus=max(os.cpu_count() or 1, _local_cpus(config)),
             include_dashboard=False,
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
+    _shared.local_files, _shared.local_variables = module_times(), recorded_variables(os.environ)
+
+
+def _local_cpus(config: Config) -> int:
+    return math.ceil(wanted_cpus(config, config.scaling.worker_limit + config.scaling.standby_workers))
 
 
 class _SharedConnection:
@@ -177,6 +210,11 @@ class _SharedConnection:
         # The number of runs that use the connection, and of blocks that hold it open.
         self._users = self._holds = 0
         self._is_open = False
+        self.sessions = 0
+        """The number of open blocks of `session`."""
+        self.local_files = dict[str, int]()
+        """Of a cluster that was started here: when each module of the user was changed, by its file; else empty."""
+        self.local_variables = dict[str, str]()
 
     @property
     def is_connected(self) -> bool:
@@ -184,12 +222,15 @@ class _SharedConnection:
         return self._is_open
 
     @contextmanager
-    def connected(self, connect: Callable[[], object]) -> Iterator[bool]:
+    def connected(self, connect: Callable[[], object], is_outdated: Callable[[], bool]) -> Iterator[bool]:
         """Connects for the time of one run; yields whether this run has opened the connection.
 
-        A connection that the user has opened is used and left open.
+        A connection that the user has opened is used and left open. One that is only kept is closed before, if it
+        `is_outdated`.
         """
         with self._lock:
+            if self._is_open and not self._users and is_outdated():
+                self._close()
             is_first = not self._users and not ray.is_initialized()
             if is_first:
                 self._open(connect)
@@ -204,22 +245,28 @@ class _SharedConnection:
                 self._close_unused()
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def kept(self, is_session: bool = False) -> Iterator[None]:
         """Keeps a connection that a run opens inside the block until its end."""
         with self._lock:
             self._holds += 1
+            self.sessions += is_session
         try:
             yield
         finally:
             with self._lock:
                 self._holds -= 1
+                self.sessions -= is_session
                 self._close_unused()
 
     def _close_unused(self) -> None:
         """Closes the connection, if it was opened here, unless it is used or kept."""
         if not self._users and not self._holds:
-            self._is_open = False
-            self._closing.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self.local_files = {}
+        self._closing.close()
 
     def _open(self, connect: Callable[[], object]) -> None:
         with ExitStack() as stack:
@@ -233,41 +280,6 @@ class _SharedConnection:
 
 
 _shared = _SharedConnection()
-
-
-@contextmanager
-def connection_errors() -> Iterator[None]:
-    """Turns errors of connecting to Ray that a user can fix into errors that say how.
-
-    Raises:
-        ConfigError: The cluster does not answer or requires a token, its address cannot be read, or the folder of
-            Ray's sockets has too long a path.
-    """
-    try:
-        yield
-    except AuthenticationError as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ConfigError(
-            f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
-        ) from error
-    except ValueError as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise ConfigError(
-            f"Ray refuses a setting: {reason}. Check the address (run.ray_address) and the variables RAY_*."
-        ) from error
-    except ConnectionError as error:
-        # A cluster that requires a token does not answer to a process that sends none.
-        raise ConfigError(
-            f"Ray does not answer: {error}. Check the address (run.ray_address, RAY_ADDRESS) and that the cluster runs."
-            f" `ray start` may also have asked for a token. {_SET_TOKEN}"
-        ) from error
-    except OSError as error:
-        if _SOCKET_TOO_LONG not in str(error):
-            raise
-        raise ConfigError(
-            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a"
-            " path; set RAY_TMPDIR to a short folder, such as /tmp/ray-1."
-        ) from error
 
 
 def count_fitting(free: float, per_worker: float) -> float:
@@ -583,18 +595,3 @@ def _decoded_bytes(source: RowSource) -> int:
 def megabytes(num_bytes: int) -> str:
     """Returns a number of bytes as a text such as `1,000.0 MB`."""
     return f"{num_bytes / 1e6:,.1f} MB"
-
-
-def import_in_background(module: str) -> None:
-    """Imports a module in a thread, while the driver waits for the start of the cluster.
-
-    Code that imports it earlier waits for the rest of the import. So does the end of the process, which could abort it
-    otherwise.
-    """
-
-    def import_it() -> None:
-        # An error occurs again where the module is needed.
-        with suppress(Exception), without_gc():
-            importlib.import_module(module)
-
-    threading.Thread(target=import_it, name="imports").start()

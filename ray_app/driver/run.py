@@ -28,7 +28,6 @@ from ray_app.cluster.resources import (
     cluster,
     cluster_capacity,
     evaluator_gpus,
-    import_in_background,
     keep_connection,
     shared_bytes,
     wanted_cpus,
@@ -45,7 +44,7 @@ from ray_app.driver.services import EvaluatorClient, load_observers, make_tracke
 from ray_app.driver.single import exclusive_process, train_single
 from ray_app.errors import LeaseLostError, SilentActorError, unwrap_app_error
 from ray_app.preflight.prepare import Prepared, check_storage, claim, prepare
-from ray_app.process import set_variables, stop_at_signals
+from ray_app.process import import_in_background, set_variables, stop_at_signals
 from ray_app.retry import Retry
 from ray_app.runlog.history import counted_word
 from ray_app.runlog.journal import put_event, read_events

@@ -5,13 +5,17 @@ The module imports Ray Train and Ray Data, so it is imported while the cluster s
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 
 import ray
 from ray.actor import ActorHandle
 
+from ray_app.cluster.ray_private import prestart_workers
 from ray_app.cluster.rendezvous.actor import RendezvousHandle, start_rendezvous
+from ray_app.cluster.resources import has_evaluator, keeps_local_cluster
 from ray_app.cluster.trainer import WorkerArgs, fit
 from ray_app.data.ray_tasks import is_small, start_memory_cache, start_shared_actors
 from ray_app.errors import unwrap_app_error
@@ -21,6 +25,13 @@ from ray_app.train.strategies.parameter_server.actors import start_parameter_ser
 
 _COMPILE_TIMEOUT_S = 600.0
 """Seconds that a step may take with `train.compile`."""
+_WORKER_MODULES = ("ray_app.cluster.trainer", "ray_app.cluster.rendezvous.actor", "ray_app.evaluate.evaluator")
+"""What processes of the next run import; no module of the user, which may change."""
+_KERAS = "ray_app.task.keras.library"
+_SHARED_ACTORS = 2
+"""The rendezvous, and an actor of Ray Train that is ended at once."""
+_PRESTART_S, _PRESTART_POLL_S = 10.0, 0.5
+"""Seconds before the end of training at which the processes of the next run start, and between two looks at it."""
 _CLOSE_S = 2.0
 _ABANDON_S = 15.0
 """Seconds for which the driver waits for the trainer of an abandoned run to end its workers."""
@@ -90,9 +101,32 @@ class TrainThread(threading.Thread):
                 self.error = unwrap_app_error(error)
 
     def __enter__(self) -> TrainThread:
-        """Starts the thread."""
+        """Starts the thread, and in a session one that starts the processes of the next run."""
         self.start()
+        if keeps_local_cluster() and not self._worker_args.job.config.scaling.worker_gpus:
+            threading.Thread(target=self._prestart, name="next workers", daemon=True).start()
         return self
+
+    def _prestart(self) -> None:
+        """Starts processes for the next run when this one is about to end."""
+        job = self._worker_args.job
+        config, rendezvous = job.config, RendezvousHandle(self._worker_args.rendezvous)
+        began: tuple[int, float] | None = None
+        with suppress(Exception):
+            while self.is_alive():
+                step, now_s = rendezvous.status().step, time.monotonic()
+                began = began or ((step, now_s) if step > 0 else None)
+                if began is not None and step > began[0]:
+                    step_s = (now_s - began[1]) / (step - began[0])
+                    if (job.total_steps - step) * step_s < _PRESTART_S:
+                        break
+                self.join(_PRESTART_POLL_S)
+        workers = config.scaling.worker_limit + config.scaling.standby_workers
+        evaluators = config.evaluate.workers if has_evaluator(config) else 0
+        # The connection may be closed meanwhile.
+        with suppress(Exception):
+            keras = [f"{_KERAS}:import_keras"] if _KERAS in sys.modules and "keras" in sys.modules else []
+            prestart_workers(workers + evaluators + _SHARED_ACTORS, [*_WORKER_MODULES, *keras])
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits until the workers have ended; if both threads have an error, that of this thread is raised."""

@@ -15,11 +15,11 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_534,
-    "ray_app/cluster": 4_809,
+    "ray_app/cluster": 4_931,
     "ray_app/config": 1_723,
     "ray_app/data": 4_235,
     "ray_app/drill": 2_972,
-    "ray_app/driver": 3_112,
+    "ray_app/driver": 3_145,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_447,
     "ray_app/keras": 1_504,
@@ -37,8 +37,8 @@ CEILINGS = {
     "ray_app/track": 1_031,
     "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
-    "ray_app/*.py": 2_430,
-    "tests": 76_639,
+    "ray_app/*.py": 2_449,
+    "tests": 76_686,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

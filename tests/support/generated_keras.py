@@ -24,8 +24,12 @@ ROWS, VALIDATION_ROWS = 24, 10
 FEATURES, CLASSES = 6, 3
 LENGTH, WORDS = 5, 9
 
-REFUSALS = ("is a sum over a batch",)
-"""Texts of refusals that are right: the loss of a run depends on no division of a batch."""
+REFUSALS = ("is a sum over a batch", "changes the parameter spectral_normalization/")
+"""Texts of refusals that are right.
+
+The loss of a run depends on no division of a batch. `SpectralNormalization` changes its weight in each forward pass, of
+which several workers make several in a step, so that the weight would depend on their number.
+"""
 
 
 class Power(keras.losses.Loss):  # type: ignore[name-defined]
@@ -498,7 +502,8 @@ def _train(program: Program, model: Any, fit_model: Callable[..., Any]) -> dict[
     history = fit_model(*rows, callbacks=callbacks, **options)
     values = {"history": dict(history.history), "epoch": list(history.epoch), "callback": records}
     x, y, _ = make_rows(program, VALIDATION_ROWS, 2)
-    is_ours = hasattr(history, "result")
+    # The run has no checkpoint with the average of the optimizer, with which Keras ends training.
+    is_ours = hasattr(history, "result") and program["update"] != "averaged"
     if program["then"] == "evaluate":
         options = {"batch_size": 4, "verbose": 0, "return_dict": True}
         values["evaluate"] = evaluate(history, x, y, **options) if is_ours else model.evaluate(x, y, **options)

@@ -154,3 +154,45 @@ def test_a_cluster_without_tokens_is_joined_again_after_an_own_cluster(
         assert last_output(_OTHER_MODE, digits, tmp_path, address) == ["finished"] * 3
     finally:
         head.communicate("", timeout=_LIMIT_S)
+
+
+_SESSION = """
+from ray_app import session
+from ray_app.cluster.rendezvous.actor import RendezvousHandle
+import shifting
+
+pids = []
+
+def observe(job):
+    pids.extend(worker.pid for worker in RendezvousHandle(ray.get_actor(job.rendezvous)).workers())
+
+def prepared():
+    return {p.pid for p in me.children(recursive=True) if p.name() == "ray::IDLE" and "libtorch_cpu" in str(p.memory_maps())}
+
+def train(name):
+    pids.clear()
+    result = run_training(config(name), quiet, observe=observe)
+    return result.summary["params_digest"], set(pids)
+
+with session():
+    first = train("first")
+    deadline = time.monotonic() + 60
+    while len(before := prepared()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    second = train("second")
+    address = ray.get_runtime_context().gcs_address
+    os.utime(shifting.__file__, (1, 1))
+    third = train("third")
+    replaced = ray.get_runtime_context().gcs_address != address
+print(json.dumps([len({first[0], second[0], third[0]}), bool(second[1]) and second[1] <= before, bool(second[1] & first[1]),
+                  replaced, ray.is_initialized()]))
+"""  # noqa: E501
+
+
+def test_runs_of_a_session_share_a_cluster_and_start_in_processes_that_are_prepared(
+    digits: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "shifting.py").write_text("")
+    path = f"sys.path.append({str(tmp_path)!r})\n"
+    digests, is_prepared, is_used_twice, is_replaced, is_connected = last_output(path + _SESSION, digits, tmp_path)
+    assert (digests, is_prepared, is_used_twice, is_replaced, is_connected) == (1, True, False, True, False)
