@@ -2,8 +2,7 @@
 
 The minimum is a script: it imports Ray and torch and starts a cluster, two actors that import torch answer, the cluster
 ends. A run is one step of conf/digits.yaml with two workers, without evaluator and tracking; `single` is the same in
-the calling process; `next in a session` is the second of two runs in one program, 6 s after the first. The
-minimum is measured twice for the null.
+the calling process. The minimum is measured twice for the null.
 
 python benchmarks/start.py --rounds 5      # about 4 minutes
 """
@@ -31,8 +30,7 @@ from ray_app.runlog.paths import RunPaths
 
 BASELINE, AGAIN = "the least of Ray", "the least again"
 RUN, SINGLE = "two workers", "single"
-NEXT = "next in a session"
-BARS = {RUN: "1.25", SINGLE: "4 s", NEXT: "2 s"}
+BARS = {RUN: "1.25", SINGLE: "4 s"}
 _BASELINE_SCRIPT = """
 import time, ray, torch
 ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="WARNING")
@@ -44,22 +42,6 @@ class Actor:
 ray.get([actor.ready.remote() for actor in [Actor.remote(), Actor.remote()]])
 print(time.time(), flush=True)
 ray.shutdown()
-"""
-
-
-_SESSION_SCRIPT = """
-import sys, time
-from ray_app import load_config, run_training, session
-from ray_app.runlog.history import read_steps
-from ray_app.runlog.paths import RunPaths
-fields = dict(data__path=sys.argv[1] + "/digits/train", data__eval_path=None, train__max_steps=1, train__strategy="ddp")
-with session():
-    for pause_s in (0, 6):
-        time.sleep(pause_s)
-        name, called_s = str(time.time_ns()), time.time()
-        run = dict(run__storage_path=sys.argv[1], run__name=name, tracking__enabled=False)
-        result = run_training(load_config("conf/digits.yaml", **fields, **run))
-    print(read_steps(RunPaths(result.path)).records[0].time_s - called_s, time.time() - called_s)
 """
 
 
@@ -113,18 +95,6 @@ def run(folder: Path, strategy: str) -> Sample:
     return timed(command, lambda _: read_steps(RunPaths(folder / str(fields["name"]))).records[0].time_s)
 
 
-def run_next(folder: Path) -> Sample:
-    """Measures the second run of a session from its call on; the CPU seconds are those of both runs."""
-    seconds: list[float] = []
-
-    def read(output: str) -> float:
-        seconds.extend(map(float, output.splitlines()[-1].split()))
-        return seconds[0]
-
-    sample = timed([sys.executable, "-c", _SESSION_SCRIPT, str(folder)], read)
-    return Sample(*seconds, sample.cpu_s)
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,7 +109,6 @@ def main() -> None:
             BASELINE: measure_baseline,
             RUN: lambda: run(folder, "ddp"),
             SINGLE: lambda: run(folder, "single"),
-            NEXT: lambda: run_next(folder),
             AGAIN: measure_baseline,
         }
         samples_by_side: dict[str, list[Sample]] = {side: [] for side in sides}

@@ -256,6 +256,7 @@ def test_module_task_refuses_nan_in_its_columns() -> None:
     task.kinds = {"x": "number"}
     task.classes_last = False
     task.max_length = None
+    task.infinite = []
     with pytest.raises(ValueError, match=r"column 'x' is NaN or infinite"):
         task._decoded({"x": np.array([0.0, np.nan])}, [], None)
 

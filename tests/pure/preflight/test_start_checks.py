@@ -18,7 +18,7 @@ import safetensors.torch
 from ray.exceptions import AuthenticationError
 
 from ray_app.cli.ingest import main
-from ray_app.cluster.resources import connection_errors
+from ray_app.cluster.ray_private import connection_errors
 from ray_app.config.config import Config
 from ray_app.config.import_paths import OptimizerSpec
 from ray_app.config.sections import ClassSpec
