@@ -17,6 +17,7 @@ from io import StringIO
 from os import fspath
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from ray_app.cli.launch import Group
@@ -368,7 +369,11 @@ def evaluate(
     if is_path(x) or is_source(x):
         data: Any = _locate(run, x, columns)
     else:
-        data = columns.fill(x, y, sample_weight)
+        weights = [] if task.sample_weight is None else task.sample_weight
+        like = library.import_keras().tree.map_structure(
+            lambda name: np.ones((1, *task.column_types[name][2])), weights
+        )
+        data = columns.fill(x, y, sample_weight, like)
     values = run.result.evaluate(data, "newest", batch_size=batch_size)
     if return_dict:
         return dict(sorted(values.items()))

@@ -22,7 +22,7 @@ CEILINGS = {
     "ray_app/driver": 3_145,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_447,
-    "ray_app/keras": 1_504,
+    "ray_app/keras": 1_509,
     "ray_app/models": 2_338,
     "ray_app/plan": 886,
     "ray_app/predict": 612,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_449,
-    "tests": 76_687,
+    "tests": 76_688,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -41,6 +41,7 @@ CHOICES: list[Program] = [
     {"schedule": 3, "batch": 8, "callback": "recorder", "then": "fit"},
     {"validation": "seldom", "callback": "schedule", "epochs": 4},
     {"target": "binary", "axis": True, "target type": "uint8", "then": "evaluate"},
+    {"inputs": "tokens", "target": "per token", "weights": "column", "then": "evaluate"},
 ]
 
 
