@@ -126,10 +126,11 @@ def keep_connection() -> Iterator[None]:
 
 @contextmanager
 def session() -> Iterator[None]:
-    """Keeps Ray between the runs inside the block, so that all but the first start in two or three seconds.
+    """Keeps Ray between the runs inside the block, so that all but the first start in about a second.
 
-    Workers of the next run are started before the present one ends; they have imported PyTorch, Ray and `ray_app`, and
-    none of the user's modules. A run that needs more CPUs than the cluster has, or a changed module, gets another.
+    Processes of the next run are started before the present one ends. They import PyTorch, Ray and `ray_app`, for which
+    they need a free CPU, and no module of the user. A run that needs more CPUs than the cluster has, or a changed
+    module, gets another.
     """
     with _shared.kept(is_session=True):
         yield

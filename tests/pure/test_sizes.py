@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_534,
-    "ray_app/cluster": 4_931,
+    "ray_app/cluster": 4_932,
     "ray_app/config": 1_723,
     "ray_app/data": 4_235,
     "ray_app/drill": 2_972,

@@ -467,7 +467,7 @@ def begin_epoch(program: Any, rate: float, steps: int) -> None:
 
 
 def count_steps(program: Any) -> int:
-    """Returns the steps that the optimizer of a model has made, see `step_counter`."""
+    """Returns the number of steps that the optimizer of a model has counted, see `step_counter`."""
     return 0 if program.optimizer is None else int(step_counter(inner_optimizer(program.optimizer)))
 
 

@@ -159,6 +159,7 @@ def test_a_cluster_without_tokens_is_joined_again_after_an_own_cluster(
 _SESSION = """
 from ray_app import session
 from ray_app.cluster.rendezvous.actor import RendezvousHandle
+from tests.support.waiting import wait_until
 import shifting
 
 pids = []
@@ -176,9 +177,8 @@ def train(name):
 
 with session():
     first = train("first")
-    deadline = time.monotonic() + 60
-    while len(before := prepared()) < 3 and time.monotonic() < deadline:
-        time.sleep(0.5)
+    wait_until(lambda: len(prepared()) >= 3, "the processes of the next run are not ready")
+    before = prepared()
     second = train("second")
     address = ray.get_runtime_context().gcs_address
     os.utime(shifting.__file__, (1, 1))
