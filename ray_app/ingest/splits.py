@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -208,11 +209,21 @@ def write_input_split(task: InputSplitTask) -> Record:
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
         hashes = {side: RowHashes.merge([]) for side in task.sides}
-        for table in read_input_split(task, refusals):
-            text_columns.add(table)
-            for side, rows in divider.divide(table, refusals).items():
+
+        def write(divided: dict[str, pa.Table]) -> None:
+            for side, rows in divided.items():
                 hashes[side] = RowHashes.merge([hashes[side], RowHashes.of(*hash_rows(rows, task.ignored))])
                 sinks[side].write(rows)
+
+        # A table is written while the next one is read, so that one large file is ingested on two CPUs.
+        with ThreadPoolExecutor(1, "ingest-write") as pool:
+            written = pool.submit(write, {})
+            for table in read_input_split(task, refusals):
+                text_columns.add(table)
+                divided = divider.divide(table, refusals)
+                written.result()
+                written = pool.submit(write, divided)
+            written.result()
         for side, sink in sinks.items():
             sink.close()
             hashes[side].put(task.hashes(side))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -38,6 +39,7 @@ from ray_app.ingest.readers.csv_layout import (
     recognize_quote,
 )
 from ray_app.ingest.readers.sources import list_text_files
+from ray_app.plan.manifest import Int64
 from ray_app.storage.data_files import File, parser_errors
 
 SUFFIXES = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
@@ -176,7 +178,7 @@ def _scan_files(csv_format: CsvFormat, label: str | None, skip: bool, files: lis
     return facts
 
 
-def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: list[int]) -> None:
+def _check_zero_bytes(file: File, name: str, values: pa.Array, numbers: Int64) -> None:
     """Refuses zero bytes in the values of a text column, which are a sign of another encoding such as UTF-16."""
     if pc.any(has_zero := pc.match_substring(values, "\0")).as_py():
         row = numbers[pc.index(has_zero, True).as_py()]
@@ -201,7 +203,7 @@ def _read_tables(
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
             table = sources.make_table(
-                [f"{name}:{number}" for number in numbers],
+                pc.binary_join_element_wise(name, pa.array(numbers).cast(pa.string()), ":"),
                 _convert_block(file, block, label, kinds, classes, csv_format),
             )
             yield _without_too_large(table, block, label, refuse)
@@ -252,25 +254,25 @@ def _convert_block(
 
 def _numbered_blocks(
     file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
-) -> Iterator[tuple[list[int], pa.RecordBatch]]:
+) -> Iterator[tuple[Int64, pa.RecordBatch]]:
     """Yields the numbers of the rows of each block of `_string_blocks`, and the block.
 
     Numbers are those of pyarrow: the first line that is not empty has the number 1, also if it is a header line, and
     rows with a wrong number of values are counted.
     """
     row = 1 + csv_format.has_header(file)
-    for block, is_last in _mark_last(_string_blocks(file, csv_format, bad_rows)):
-        bad_numbers = {invalid.number for invalid in bad_rows or ()}
-        numbers = list(range(row, row + block.num_rows + len(bad_numbers)))
+    for block, is_last in _mark_last(_read_ahead(_string_blocks(file, csv_format, bad_rows))):
+        bad_numbers = [invalid.number for invalid in bad_rows or ()]
+        numbers = np.arange(row, row + block.num_rows + len(bad_numbers))
         if bad_numbers:
-            numbers = [number for number in numbers if number not in bad_numbers][: block.num_rows]
-        row = numbers[-1] + 1 if numbers else row
+            numbers = numbers[~np.isin(numbers, bad_numbers)][: block.num_rows]
+        row = int(numbers[-1]) + 1 if len(numbers) else row
         if is_last and _ends_in_total(block):
             if bad_rows is None:
                 raise DataError(
                     f"{file}: row {numbers[-1]}, {_TOTAL_REASON}. Delete it, or leave it out by --on_bad_row skip."
                 )
-            bad_rows.append(_TotalRow(numbers[-1], str(block[0][-1])))
+            bad_rows.append(_TotalRow(int(numbers[-1]), str(block[0][-1])))
             yield numbers[:-1], block.slice(0, len(block) - 1)
         else:
             yield numbers, block
@@ -286,6 +288,15 @@ class _TotalRow:
 
     number: int
     text: str
+
+
+def _read_ahead(blocks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields each block while a thread parses the next one."""
+    with ThreadPoolExecutor(1, "ingest-parse") as pool:
+        following = pool.submit(next, blocks, None)
+        while (block := following.result()) is not None:
+            following = pool.submit(next, blocks, None)
+            yield block
 
 
 def _mark_last(blocks: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:

@@ -263,7 +263,7 @@ def group_files(files: Iterable[File], max_bytes: int) -> list[list[File]]:
     return group_items(files, lambda file: file.size, math.inf, max_bytes)
 
 
-def make_table(row_ids: Sequence[str], columns: dict[str, Array | pa.Array]) -> pa.Table:
+def make_table(row_ids: Sequence[str] | pa.Array, columns: dict[str, Array | pa.Array]) -> pa.Table:
     """Returns a table of columns, in which arrays of more than one dimension become fixed-shape array columns."""
     fields, arrays = [pa.field("row_id", pa.string(), nullable=False)], [pa.array(row_ids, pa.string())]
     for name, values in columns.items():

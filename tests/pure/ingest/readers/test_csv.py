@@ -303,9 +303,9 @@ def test_leading_zeros_in_another_file_count(tmp_path: Path) -> None:
 
 
 def test_candidates_of_leading_zeros_are_those_of_a_slice() -> None:
-    values = pa.array(["x", "0.5", "01", None, "", "5", "-1", "0"])
+    values = pa.array(["x", "0.5", "01", None, "", "5", "-1", "-01", "+0.1", "0"])
     for first in range(len(values)):
-        expected = [False, False, True, False, False, False, True, False][first:]
+        expected = [False, False, True, False, False, False, False, True, False, False][first:]
         # "x" may be preceded by anything that is no digit, but has one character alone.
         assert _may_have_leading_zeros(values[first:], ".").tolist() == expected
     assert not np.any(_may_have_leading_zeros(pa.array([None], pa.string()), "."))
