@@ -251,7 +251,7 @@ def _encode_picture(source: Any) -> bytes:
 
 def _to_array(encoded: bytes) -> npt.NDArray[np.uint8]:
     """Returns the pixels of an image, (height, width, 3), or (height, width) if it is gray."""
-    pixels = decode_image(encoded).numpy()
+    pixels = decode_image(encoded)
     is_gray = pixels.ndim == _SINGLE_AXES and (pixels[0] == pixels[1]).all() and (pixels[0] == pixels[2]).all()
     return pixels[0] if is_gray else np.ascontiguousarray(np.moveaxis(pixels, -3, -1))
 

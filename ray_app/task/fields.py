@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.ragged import LENGTHS, Field, Ragged, to_array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class OptionalColumn(str):

@@ -161,7 +161,7 @@ class ImageClassification(Classification):
         from torchvision.transforms.v2 import functional as transforms
 
         assert self.size is not None
-        pixels = decode_image(data, self.exif_orientation)
+        pixels = torch.from_numpy(decode_image(data, self.exif_orientation))
         if pixels.ndim != 3:
             raise ValueError(f"the image has {len(pixels)} frames; a classifier takes still images")
         return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()

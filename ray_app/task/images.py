@@ -4,7 +4,8 @@ simplejpeg decodes JPEG files; Pillow reads all headers and decodes every other 
 damaged file, where torchvision's decoder ends the process for some PNG files. The header is read before any pixel is
 decoded, since a small file can declare an enormous image.
 
-`decode_columns` decodes the columns of images and masks of rows and applies the same transforms to both.
+`decode_columns` decodes the columns of images and masks of rows and applies the same transforms to both. PyTorch is
+imported by the functions that need it, since an ingest decodes without it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from ray_app.devices import constant_tensor
 from ray_app.errors import remove_addresses
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.storage.data_files import HEAD_BYTES, has_image_signature, name_other_format
-from ray_app.task.transforms import apply_transforms, as_plain_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_PIXELS = 2**27
 """Limit of the pixels of all frames of an image together: 403 MB as RGB, 11585 x 11585 pixels."""
@@ -47,7 +47,7 @@ _X_FLIPS, _Y_FLIPS = (2, 3, 6, 7), (3, 4, 7, 8)
 """EXIF orientations with reversed columns, and with reversed rows; from 5 on both are swapped before."""
 
 
-def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+def decode_image(encoded: bytes, exif_orientation: bool = True) -> npt.NDArray[np.uint8]:
     """Decodes an image file: JPEG, PNG, WebP or GIF.
 
     With `exif_orientation` the image is rotated and mirrored by its EXIF orientation, as viewers show it.
@@ -71,10 +71,10 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> Tensor:
             pixels = _rgb_pixels(image)
         if exif_orientation:
             pixels = _apply_orientation(pixels, _read_orientation(image), (-3, -2))
-    return torch.from_numpy(pixels).movedim(-1, -3)
+    return np.moveaxis(pixels, -1, -3)
 
 
-def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
+def decode_mask(encoded: bytes, exif_orientation: bool = True) -> npt.NDArray[np.integer]:
     """Decodes a mask, (height, width): class indices as uint8, or int32 if there are more than 8 bits.
 
     They are the values of a PNG or GIF of one channel, or the indices of colors of one with a palette. Raises
@@ -88,9 +88,7 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> Tensor:
             )
         _load(image, encoded)
         values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
-        return torch.from_numpy(
-            _apply_orientation(values, _read_orientation(image) if exif_orientation else 1, (-2, -1))
-        )
+        return _apply_orientation(values, _read_orientation(image) if exif_orientation else 1, (-2, -1))
 
 
 def describe_image_error(error: Exception) -> str:
@@ -435,6 +433,10 @@ def _decode_by_row(
     exif_orientation: bool,
     mask_classes: Sequence[Sequence[int]],
 ) -> dict[str, npt.NDArray]:
+    import torch
+
+    from ray_app.task.transforms import apply_transforms, as_plain_tensor
+
     decoded: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
         stored = {name: rows[name][row] for name in kinds}
@@ -481,23 +483,29 @@ def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.N
 
 def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
     """Returns a row's image, encoded (see `decode_image`) or an array, as a `tv_tensors.Image`, channels first."""
+    import torch
     from torchvision import tv_tensors
 
-    if isinstance(stored, bytes):
-        return tv_tensors.Image(decode_image(stored, exif_orientation))
-    return tv_tensors.Image(torch.from_numpy(_convert_array(stored[None], IMAGE)[0]))
+    is_encoded = isinstance(stored, bytes)
+    pixels = decode_image(stored, exif_orientation) if is_encoded else _convert_array(stored[None], IMAGE)[0]
+    return tv_tensors.Image(torch.from_numpy(pixels))
 
 
 def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
     """Returns a row's mask, encoded or an array, as a `tv_tensors.Mask` of classes, (height, width)."""
+    import torch
     from torchvision import tv_tensors
 
-    mask = decode_mask(stored, exif_orientation).numpy() if isinstance(stored, bytes) else stored
+    mask = decode_mask(stored, exif_orientation) if isinstance(stored, bytes) else stored
     return tv_tensors.Mask(torch.from_numpy(_convert_array(mask, MASK, pairs)))
 
 
 def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:
     """Returns images, (rows, channels, height, width), as float32 from 0 to 1, less the mean, divided by std."""
+    import torch
+
+    from ray_app.devices import constant_tensor
+
     images = images.to(torch.float32) / pixel_max
     if mean == [0.0] and std == [1.0]:
         return images

@@ -6,14 +6,13 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from ray_app.devices import HOST
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LENGTHS = "_lengths"
 """Suffix of the field of a batch that has the lengths of the rows of a ragged field."""
@@ -133,6 +132,8 @@ class Ragged:
         The rows are in memory that torch allocates, which is aligned to 64 bytes. Kernels may give other bits for other
         alignments, and the alignment of NumPy's memory depends on earlier allocations of the process.
         """
+        import torch
+
         return {
             name: torch.from_numpy(self.padded(index)),
             name + LENGTHS: torch.from_numpy(self.lengths_of(index)).clone(),
@@ -143,7 +144,9 @@ class Ragged:
         lengths = self.lengths_of(index)
         longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
-        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=HOST)
+        import torch
+
+        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
         into = memory.numpy().view(dtype).reshape(shape)
         into[...] = self.fill
         if not len(index):
@@ -165,6 +168,8 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
     A field has the shape (rows, ...); a ragged field `x` is padded, (rows, length, ...), with its lengths, int64,
     (rows,), as `x_lengths`.
     """
+    import torch
+
     batch: dict[str, Tensor] = {}
     for name, values in arrays.items():
         if isinstance(values, Ragged):
@@ -176,6 +181,8 @@ def to_batch(arrays: Arrays, index: slice | npt.NDArray[np.int64] | None = None)
 
 def to_array(values: Tensor) -> npt.NDArray:
     """Returns a tensor on the CPU as an array; NumPy has no bfloat16."""
+    import torch
+
     return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
 
 

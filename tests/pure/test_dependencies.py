@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -164,3 +165,8 @@ def test_the_locks_have_what_the_requirements_name_with_hashes() -> None:
         lines = [line for line in (ROOT / name).read_text().splitlines() if re.match(r"\w", line)]
         named = {canonicalize_name(pin.name): str(pin.specifier) for pin in map(Requirement, lines)}
         assert named.items() <= lock.items(), name
+
+
+def test_an_ingest_imports_neither_torch_nor_ray() -> None:
+    code = "import sys, ray_app.ingest.ingest; print(sorted({'torch', 'ray', 'pandas'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -171,10 +171,10 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
         encoded = _without_alpha(encoded)
         if mask_values:
             encoded = encode_mask(mask_values.to_classes(_mask_values(encoded, mask_values.is_color)))
-        mask_size = tuple(decode_mask(encoded).shape)
+        mask_size = decode_mask(encoded).shape
     except ValueError as error:
         raise ValueError(f"its mask {file.name}: {error}") from error
-    if check and mask_size != (size := tuple(decode_image(image).shape[-2:])):
+    if check and mask_size != (size := decode_image(image).shape[-2:]):
         raise ValueError(f"its mask {file.name} has {mask_size} rows and columns, and the image {size}")
     return encoded
 
@@ -200,17 +200,17 @@ def has_only_0_and_255(masks: Sequence[File]) -> bool:
     values: set[int] = set()
     for file in masks:
         with suppress(ValueError):
-            values.update(np.unique(decode_mask(_without_alpha(file.location.read_bytes())).numpy()).tolist())
+            values.update(np.unique(decode_mask(_without_alpha(file.location.read_bytes()))).tolist())
     return values == {0, IGNORED}
 
 
 def _mask_values(encoded: bytes, is_color: bool) -> npt.NDArray[np.int64]:
     """Returns the values, or the colours as one number, of the pixels of a mask, (height, width)."""
     if not is_color:
-        return decode_mask(encoded).numpy().astype(np.int64)
+        return decode_mask(encoded).astype(np.int64)
     if encoded.startswith(b"\xff\xd8"):
         raise ValueError("it is a JPEG file, which has other colours than were drawn; masks of colours are PNG files")
-    red, green, blue = decode_image(encoded).numpy().astype(np.int64)
+    red, green, blue = decode_image(encoded).astype(np.int64)
     return red << 16 | green << 8 | blue
 
 

@@ -182,8 +182,8 @@ def test_an_image_is_rotated_by_its_exif_orientation(kind: str, number: int) -> 
     encoded = with_exif(orientation(number), kind)
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
     assert (
-        decode_image(encoded).stride()
-        == decode_image(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).stride()
+        decode_image(encoded).strides
+        == decode_image(encode(Image.fromarray(reference(encoded).transpose(1, 2, 0)), "png")).strides
     )
     np.testing.assert_array_equal(decode_image(encoded, exif_orientation=False), decode_image(with_exif(b"", kind)))
 
