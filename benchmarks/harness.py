@@ -21,6 +21,10 @@ from statistics import median
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+RATIOS_FILE = "RAY_APP_BENCHMARK_RATIOS"
+"""The environment variable with the file to which `report` appends a line of JSON for each table."""
+NULL = "again"
+"""The last word of the name of the side that measures the base a second time."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def run_side(command: Sequence[str], root: Path = ROOT) -> Sample:
 def alternate(sides: dict[str, Callable[[], Sample]], rounds: int) -> dict[str, list[Sample]]:
     """Measures all sides in turn, `rounds` times; the first is the base, and is measured twice for the null."""
     base = next(iter(sides))
-    order = {**sides, f"{base} again": sides[base]}
+    order = {**sides, f"{base} {NULL}": sides[base]}
     samples: dict[str, list[Sample]] = {name: [] for name in order}
     for number in range(rounds):
         for name, measure in order.items():
@@ -102,7 +106,7 @@ def alternate(sides: dict[str, Callable[[], Sample]], rounds: int) -> dict[str, 
 
 
 def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str, float]) -> None:
-    """Prints medians, ranges and ratios to the base, computed per round, and the bars."""
+    """Prints medians, ranges and ratios to the base, computed per round, and the bars; see `RATIOS_FILE`."""
     base = next(iter(samples_by_side))
     print(f"\n{title}")
     print(
@@ -110,9 +114,11 @@ def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str,
         f" {len(samples_by_side[base])} rounds"
     )
     print(f"{'side':<26}{'wall ms':>24}{'CPU ms':>24}{'wall / base':>24}{'CPU / base':>24}{'bar':>7}")
+    ratios: dict[str, dict[str, list[float]]] = {}
     for name, samples in samples_by_side.items():
         walls = [s.wall_ms / b.wall_ms for s, b in zip(samples, samples_by_side[base], strict=True)]
         cpus = [s.cpu_ms / b.cpu_ms for s, b in zip(samples, samples_by_side[base], strict=True)]
+        ratios[name] = {"wall": walls, "cpu": cpus}
         columns = [
             _spread([s.wall_ms for s in samples]),
             _spread([s.cpu_ms for s in samples]),
@@ -121,6 +127,9 @@ def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str,
         ]
         bar = f"{bars[name]:.2f}" if name in bars else ""
         print(f"{name:<26}" + "".join(f"{column:>24}" for column in columns) + f"{bar:>7}")
+    if path := os.environ.get(RATIOS_FILE):
+        with open(path, "a") as file:
+            file.write(json.dumps({"title": title, "base": base, "ratios": ratios, "bars": bars}) + "\n")
 
 
 def _spread(values: list[float]) -> str:
