@@ -196,7 +196,6 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/my-data.md": _pictures_of_each_kind,
     "docs/start/images.md": _photos,
     "docs/start/keras.md": _mnist,
-    "docs/start/own-model.md": _nothing,
     "docs/start/pytorch.md": _nothing,
     "docs/start/tables.md": _iris,
     "docs/text.md": _nothing,

@@ -165,7 +165,8 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
 def test_the_loop_page_trains_on_any_workers_resumes_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, text = (block.text for block in blocks(ROOT / "docs" / "loop.md") if block.language in ("python", "yaml"))
+    files = {block.argument: block.text for block in blocks(ROOT / "docs" / "loop.md") if block.mark == "file"}
+    code, text = files["script.py"], files["train.yaml"]
     assert len(code.splitlines() + text.splitlines()) < 60
     (tmp_path / "script.py").write_text(code)
     (tmp_path / "train.yaml").write_text(text)

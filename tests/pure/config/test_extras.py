@@ -77,5 +77,5 @@ def test_each_extra_in_an_error_is_declared_by_the_package() -> None:
         assert library in {Requirement(line).name for line in extras[extra]}
     assert set(EXTRAS.values()) | {"all"} == set(extras)
     assert set(Requirement(extras["all"][0]).extras) == set(EXTRAS.values())
-    page = (ROOT / "docs" / "start" / "own-model.md").read_text()
+    page = (ROOT / "docs" / "index.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras)
