@@ -195,7 +195,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/language-model.md": write_texts_script,
     "docs/my-data.md": _pictures_of_each_kind,
     "docs/start/images.md": _photos,
-    "docs/start/keras.md": _mnist,
+    "docs/start/keras.md": _nothing,
     "docs/start/pytorch.md": _nothing,
     "docs/start/tables.md": _iris,
     "docs/text.md": _nothing,
