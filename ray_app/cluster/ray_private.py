@@ -31,7 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,7 @@ _IN_ADVANCE = b"ray_app:import_in_advance"
 """The key in Ray's store of the modules that new processes import."""
 _IDLE_S = 600
 """Seconds for which Ray keeps a process that was started in advance."""
-_PRESTART_S, _PRESTART_TIMEOUT_S = 1.0, 5.0
+_PRESTART_S, _PRESTART_TIMEOUT_S = 2.0, 5.0
 """Seconds until as many processes as the machine has cores have started, and for which Ray may take to answer."""
 _SINGLE_NODE_PREFIX = "node_"
 """Prefix of a node's type where an autoscaler without a configuration names it after the node."""
@@ -135,6 +135,7 @@ PRESTART = PrivateName(
     "ray.core.generated.node_manager_pb2_grpc:NodeManagerServiceStub", "the next run of a session starts like the first"
 )
 GRPC_CHANNEL = PrivateName("ray._private.grpc_utils:init_grpc_channel", PRESTART.without)
+HEAD_NODE = PrivateName("ray._private.node:Node", "a cluster that is started here starts and ends a second later")
 SETUP_HOOK = PrivateName("ray._private.ray_constants:WORKER_PROCESS_SETUP_HOOK_ENV_VAR", PRESTART.without)
 UV_HOOK = PrivateName("ray._private.ray_constants:RAY_ENABLE_UV_RUN_RUNTIME_ENV", "`uv run` uploads the working folder")
 
@@ -389,10 +390,6 @@ def restore_auth_mode() -> Iterator[None]:
 def nodes_with_labels(nodes: Iterable[Node], selector: dict[str, str] | None) -> list[Node]:
     """Returns the live nodes with the labels of a selector; without a selector all live nodes.
 
-    Args:
-        nodes: As `ray.nodes()` returns them.
-        selector: The value of `scaling.label_selector`.
-
     Raises:
         ConfigError: The selector is invalid, or this version of Ray has no function that matches labels.
     """
@@ -553,6 +550,21 @@ def in_own_sessions() -> Iterator[None]:
         yield
     finally:
         vars(services)[popen.__name__] = popen
+
+
+@contextmanager
+def without_services() -> Iterator[None]:
+    """Has a cluster that this process starts inside the block do without autoscaler, dashboard and log monitor.
+
+    No one uses them on one machine. They take two CPU seconds, and Ray waits for one at the start and the end.
+    """
+    node = HEAD_NODE.find()
+    with ExitStack() as stack:
+        for name in ("start_monitor", "start_api_server", "start_log_monitor"):
+            if method := getattr(node, name, None):
+                stack.callback(setattr, node, name, method)
+                setattr(node, name, lambda *_, **__: None)
+        yield
 
 
 def max_resources() -> dict[str, float] | None:

@@ -7,6 +7,7 @@ and shuffle windows into the memory of a node.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -37,6 +38,7 @@ from ray_app.cluster.ray_private import (
     require_token,
     restore_auth_mode,
     search_path,
+    without_services,
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
@@ -96,7 +98,7 @@ def cluster(config: Config) -> Iterator[bool]:
     another cluster. If several runs share a connection, in threads of one process, the last of them closes it.
 
     Yields:
-        Whether the cluster was started here, or there is none; then its contents end with the context.
+        Whether the cluster was started here, or there is none; then its contents end with this process.
 
     Raises:
         ConfigError: The connection is, or would be, one of Ray Client.
@@ -113,8 +115,8 @@ def cluster(config: Config) -> Iterator[bool]:
     interval = set_variables(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=os.environ.get("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     )
-    with interval, _shared.connected(partial(_connect, config), partial(_is_outdated, config)) as is_first:
-        yield is_first and not ray_address(config)
+    with interval, _shared.connected(partial(_connect, config), partial(_is_outdated, config)):
+        yield is_local_cluster()
 
 
 @contextmanager
@@ -124,21 +126,32 @@ def keep_connection() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def session() -> Iterator[None]:
-    """Keeps Ray between the runs inside the block, so that all but the first start in about a second.
+def session() -> ExitStack:
+    """Keeps Ray between the runs of this process, so that all but the first start in about a second.
 
     Processes of the next run are started before the present one ends. They import PyTorch, Ray and `ray_app`, for which
     they need a free CPU, and no module of the user. A run that needs more CPUs than the cluster has, or a changed
-    module, gets another.
+    module, gets another. The session ends with the block of a `with` statement, by its `close`, or with the process.
     """
-    with _shared.kept(is_session=True):
-        yield
+    stack = ExitStack()
+    stack.enter_context(_shared.kept(is_session=True))
+    atexit.register(stack.close)
+    return stack
+
+
+def is_local_cluster() -> bool:
+    """Returns whether a run of this process has started the connected cluster, which then ends with this process."""
+    return _shared.local_files is not None and ray.is_initialized()
+
+
+def is_alone() -> bool:
+    """Returns whether the cluster was started here, and no other run of this process uses it now."""
+    return is_local_cluster() and _shared.users == 1
 
 
 def keeps_local_cluster() -> bool:
     """Returns whether the cluster was started by a run inside a `session`, so that it outlives the run."""
-    return bool(_shared.local_files) and _shared.sessions > 0
+    return is_local_cluster() and _shared.sessions > 0
 
 
 def _is_outdated(config: Config) -> bool:
@@ -148,7 +161,7 @@ def _is_outdated(config: Config) -> bool:
     processes for reading have the old module, and all have the old variable.
     """
     files, variables = _shared.local_files, _shared.local_variables
-    if not files or not ray.is_initialized():
+    if files is None or not ray.is_initialized():
         return False
     changed = [file for file, time_ns in module_times().items() if files.setdefault(file, time_ns) != time_ns]
     is_small = ray.cluster_resources().get("CPU", 0.0) < _local_cpus(config)
@@ -161,7 +174,7 @@ def reconnect(config: Config) -> None:
     A connection that was not made by `cluster`, such as one of a notebook, stays: closing it would also end what its
     owner runs there.
     """
-    if _shared.is_connected:
+    if _shared.is_open:
         ray.shutdown()
         _connect(config)
 
@@ -187,7 +200,7 @@ def _start(config: Config) -> None:
     variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | without_errors(os.environ)
     if _shared.sessions:
         variables |= imports_in_advance()
-    with set_variables(**variables), on_loopback(), in_own_sessions(), defer_interrupts():
+    with set_variables(**variables), on_loopback(), in_own_sessions(), without_services(), defer_interrupts():
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, _local_cpus(config)),
@@ -209,40 +222,34 @@ class _SharedConnection:
         self._lock = threading.Lock()
         self._closing = ExitStack()
         # The number of runs that use the connection, and of blocks that hold it open.
-        self._users = self._holds = 0
-        self._is_open = False
+        self.users = self._holds = 0
+        self.is_open = False
         self.sessions = 0
         """The number of open blocks of `session`."""
-        self.local_files = dict[str, int]()
-        """Of a cluster that was started here: when each module of the user was changed, by its file; else empty."""
+        self.local_files: dict[str, int] | None = None
+        """Of a cluster that was started here: when each module of the user was changed, by its file; else None."""
         self.local_variables = dict[str, str]()
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is a connection that the runs have opened."""
-        return self._is_open
-
     @contextmanager
-    def connected(self, connect: Callable[[], object], is_outdated: Callable[[], bool]) -> Iterator[bool]:
-        """Connects for the time of one run; yields whether this run has opened the connection.
+    def connected(self, connect: Callable[[], object], is_outdated: Callable[[], bool]) -> Iterator[None]:
+        """Connects for the time of one run.
 
         A connection that the user has opened is used and left open. One that is only kept is closed before, if it
         `is_outdated`.
         """
         with self._lock:
-            if self._is_open and not self._users and is_outdated():
+            if self.is_open and not self.users and is_outdated():
                 self._close()
-            is_first = not self._users and not ray.is_initialized()
-            if is_first:
+            if not self.users and not ray.is_initialized():
                 self._open(connect)
             # A connection that only a block still holds open is one that a run has opened, too.
-            is_counted = self._is_open
-            self._users += is_counted
+            is_counted = self.is_open
+            self.users += is_counted
         try:
-            yield is_first
+            yield
         finally:
             with self._lock:
-                self._users -= is_counted
+                self.users -= is_counted
                 self._close_unused()
 
     @contextmanager
@@ -261,12 +268,12 @@ class _SharedConnection:
 
     def _close_unused(self) -> None:
         """Closes the connection, if it was opened here, unless it is used or kept."""
-        if not self._users and not self._holds:
+        if not self.users and not self._holds:
             self._close()
 
     def _close(self) -> None:
-        self._is_open = False
-        self.local_files = {}
+        self.is_open = False
+        self.local_files = None
         self._closing.close()
 
     def _open(self, connect: Callable[[], object]) -> None:
@@ -277,7 +284,7 @@ class _SharedConnection:
             stack.callback(ray.shutdown)
             with connection_errors():
                 connect()
-            self._closing, self._is_open = stack.pop_all(), True
+            self._closing, self.is_open = stack.pop_all(), True
 
 
 _shared = _SharedConnection()
@@ -438,7 +445,6 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
     that an autoscaler may add; without such a cluster, from the cores and GPUs of this machine.
 
     Args:
-        config: The configuration of the user.
         before: The configuration of the existing run; None if there is none.
 
     Raises:
@@ -455,7 +461,8 @@ def resolve_scaling(config: Config, before: Config | None = None) -> Config:
         return config.replace(**fields)
     if is_auto and config.scaling.worker_gpus:
         names.append("evaluate.where")
-    joins_cluster = ray.is_initialized() or ray_address(config) is not None
+    # A cluster that was started here has the size that an earlier run of this process needed.
+    joins_cluster = (ray.is_initialized() and not is_local_cluster()) or ray_address(config) is not None
     # A run without workers knows its GPUs without a cluster.
     if names and joins_cluster and (config.train.strategy_traits.has_workers or config.scaling.max_workers == "all"):
         with cluster(config):
@@ -536,10 +543,6 @@ def shared_bytes(job: Job) -> int:
 def check_object_stores(needed_bytes: int, nodes: Sequence[Node]) -> None:
     """Checks that the object store of every node has capacity for the decoded data.
 
-    Args:
-        needed_bytes: Bytes of the data.
-        nodes: As `ray.nodes()` returns them.
-
     Raises:
         ConfigError: An object store is smaller.
     """
@@ -560,7 +563,6 @@ def check_window_memory(job: Job, workers: int, nodes: Sequence[Node]) -> None:
     """Checks that a worker has memory for its shuffle windows, and warns if it would not with the fewest workers.
 
     Args:
-        job: The run.
         workers: The number of workers with which it starts.
         nodes: As `ray.nodes()` returns them; if empty, the memory of this machine counts.
 

@@ -172,7 +172,7 @@ def open_run(
         intervene = find_intervener(prepared.job, intervene)
         phases.end("preparation")
         if config.train.strategy_traits.has_workers:
-            import_in_background("ray_app.driver.run")
+            import_in_background("ray_app.driver.train_thread")
         interrupted = threading.Event()
         signals = nullcontext() if background else stop_at_signals(interrupted)
         # The signal handlers come last, because `ray.init` installs its own.

@@ -28,8 +28,8 @@ _COMPILE_TIMEOUT_S = 600.0
 _WORKER_MODULES = ("ray_app.cluster.trainer", "ray_app.cluster.rendezvous.actor", "ray_app.evaluate.evaluator")
 """What processes of the next run import; no module of the user, which may change."""
 _KERAS = "ray_app.task.keras.library"
-_SHARED_ACTORS = 2
-"""The rendezvous, and an actor of Ray Train that is ended at once."""
+_SHARED_ACTORS = 1
+"""The rendezvous."""
 _PRESTART_S, _PRESTART_POLL_S = 10.0, 0.5
 """Seconds before the end of training at which the processes of the next run start, and between two looks at it."""
 _CLOSE_S = 2.0

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import safetensors.torch
 
-from ray_app.cluster.resources import cluster
+from ray_app.cluster.resources import cluster, keep_connection
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import user_name
@@ -431,7 +431,9 @@ class Situation:
 
         def call() -> None:
             if not connections:
-                connections.append(self.stack.enter_context(cluster(self.config)))
+                self.stack.enter_context(keep_connection())
+                with cluster(self.config) as is_local:
+                    connections.append(is_local)
 
         return call
 

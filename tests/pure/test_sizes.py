@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 CEILINGS = {
     "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_534,
-    "ray_app/cluster": 4_932,
+    "ray_app/cluster": 4_963,
     "ray_app/config": 1_723,
     "ray_app/data": 4_235,
     "ray_app/drill": 2_972,
@@ -29,7 +29,7 @@ CEILINGS = {
     "ray_app/preflight": 4_728,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
-    "ray_app/retrain": 2_137,
+    "ray_app/retrain": 2_139,
     "ray_app/runlog": 2_266,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_449,
-    "tests": 76_723,
+    "tests": 76_783,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -22,7 +22,7 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 
 from ray_app.cluster.ray_private import Node, nodes_with_labels
-from ray_app.cluster.resources import count_on_labeled, evaluator_gpus, workers_in
+from ray_app.cluster.resources import count_on_labeled, evaluator_gpus, is_alone, workers_in
 from ray_app.config.config import Config
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ _COORDINATOR_PAUSE_S = 30.0
 class ElasticPolicy(ElasticScalingPolicy):
     """Counts the workers for which there is capacity, from three sources:
 
-    - what Ray's autoscaling coordinator reserves for this run (`_reserved_workers`),
+    - what Ray's autoscaling coordinator reserves for this run (`_reserved_workers`); a run that is alone on its own
+      cluster does without the coordinator, an actor that takes a CPU second to start,
     - the free resources of the nodes (`_count_free`), where the coordinator cannot be used,
     - all resources, less what reading and the evaluator need (`_limit_by_total_resources`), which is an upper limit.
 
@@ -75,10 +76,17 @@ class ElasticPolicy(ElasticScalingPolicy):
         # Ids of nodes on which a worker was lost, with the time until which they are probed.
         self._suspect_nodes: dict[str, float] = {}
         self._coordinator_paused_until_s = 0.0
+        self._run_context: Any = None
+        self._is_registered = False
         # The id of each node and whether it drains, at the newest answer of the coordinator.
         self._reserved_on_nodes: frozenset[tuple[str, bool]] = frozenset()
         self._possible = 0
         self._possible_computed_s = 0.0
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Registers this run with the coordinator, if it shares the cluster."""
+        self._run_context = train_run_context
+        self._maybe_send_resource_request()
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
         """Decides nothing: `ElasticController` has acted when Ray calls this."""
@@ -133,7 +141,8 @@ class ElasticPolicy(ElasticScalingPolicy):
         not answer or does not tell nodes, and if labels or excluded nodes count, which the coordinator disregards.
         """
         is_paused = time.monotonic() < self._coordinator_paused_until_s
-        if not _RESERVES_BY_NODE or self._scaling.label_selector or self.excluded_nodes or is_paused:
+        is_usable = _RESERVES_BY_NODE and self._is_registered and not is_paused
+        if not is_usable or self._scaling.label_selector or self.excluded_nodes:
             return None
         on_nodes = frozenset((node["NodeID"], node["NodeID"] in self.draining_nodes) for node in alive)
         # The coordinator updates its reservations only from time to time, which is too late for a changed cluster.
@@ -239,13 +248,21 @@ class ElasticPolicy(ElasticScalingPolicy):
 
     def _maybe_send_resource_request(self) -> None:
         """Sends Ray's request for resources if it is due, unless a call of the coordinator timed out recently."""
-        if time.monotonic() < self._coordinator_paused_until_s:
+        if time.monotonic() < self._coordinator_paused_until_s or (not self._is_registered and is_alone()):
             return
         # Ray logs a timeout and does not raise, so only the duration shows it.
         started_s = time.monotonic()
-        super()._maybe_send_resource_request()
+        if self._is_registered:
+            super()._maybe_send_resource_request()
+        else:
+            self._is_registered = True
+            super().after_controller_start(self._run_context)
         if time.monotonic() - started_s >= _COORDINATOR_TIMEOUT_S:
             self._pause_coordinator()
+
+    def _cancel_resource_request(self) -> None:
+        if self._is_registered:
+            super()._cancel_resource_request()
 
     def _pause_coordinator(self) -> None:
         """Calls the coordinator no more for a while; another call that times out would block the controller again."""

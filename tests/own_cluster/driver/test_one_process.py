@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.waiting import wait_until
 
 _LIMIT_S = 300
 _BEGIN = """
@@ -31,6 +33,9 @@ def config(name, **fields):
 
 def trained(name, **fields):
     return run_training(config(name, **fields), quiet).status
+
+def prepared():
+    return {p.pid for p in me.children(recursive=True) if p.name() == "ray::IDLE" and "libtorch_cpu" in str(p.memory_maps())}
 
 def children():
     return sorted(each.name() for each in me.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE)
@@ -167,9 +172,6 @@ pids = []
 def observe(job):
     pids.extend(worker.pid for worker in RendezvousHandle(ray.get_actor(job.rendezvous)).workers())
 
-def prepared():
-    return {p.pid for p in me.children(recursive=True) if p.name() == "ray::IDLE" and "libtorch_cpu" in str(p.memory_maps())}
-
 def train(name):
     pids.clear()
     result = run_training(config(name), quiet, observe=observe)
@@ -196,3 +198,29 @@ def test_runs_of_a_session_share_a_cluster_and_start_in_processes_that_are_prepa
     path = f"sys.path.append({str(tmp_path)!r})\n"
     digests, is_prepared, is_used_twice, is_replaced, is_connected = last_output(path + _SESSION, digits, tmp_path)
     assert (digests, is_prepared, is_used_twice, is_replaced, is_connected) == (1, True, False, True, False)
+
+
+_ENDING = """
+from ray_app import session
+from tests.support.waiting import wait_until
+
+session()
+trained("first")
+wait_until(prepared, "the processes of the next run are not ready")
+processes = [each for each in me.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+services = [process.pid for process in processes if {"monitor.py", "dashboard.py", "log_monitor.py"}
+            & {os.path.basename(part) for part in process.cmdline()}]
+print(json.dumps([[process.pid for process in processes], services]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(me.pid, signal.SIGKILL)"])
+def test_the_processes_of_a_session_end_with_the_program(digits: Path, tmp_path: Path, end: str) -> None:
+    command = [sys.executable, "-c", _BEGIN + _ENDING + end, str(digits), str(tmp_path), ""]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert (done.returncode != 0) == bool(end), done.stderr
+    processes, services = json.loads(done.stdout.splitlines()[-1])
+    assert len(processes) > 4
+    assert services == [], "no one uses the autoscaler and the dashboard of such a cluster"
+    # The agents of Ray look for their parent once in a while.
+    wait_until(lambda: not any(map(psutil.pid_exists, processes)), "processes are left")

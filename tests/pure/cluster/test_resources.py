@@ -22,14 +22,18 @@ from ray_app.cluster.resources import (
     ClusterCapacity,
     cluster,
     count_fitting_on_gpus,
+    is_alone,
     keep_connection,
+    keeps_local_cluster,
     reconnect,
     resolve_scaling,
+    session,
     workers_that_fit,
 )
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, from_yaml
 from ray_app.driver import run as run_module
+from ray_app.driver import train_thread
 from ray_app.driver.run import describe_use, open_run
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import claim, prepare
@@ -270,6 +274,31 @@ def test_all_resolves_to_the_cores_or_gpus_of_a_single_machine(monkeypatch: pyte
     assert resolve_scaling(ALL.replace(scaling__cpus_per_worker=24)).scaling.max_workers == 1
 
 
+def test_the_next_run_of_a_session_resolves_all_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **_: started.append("cluster"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
+    monkeypatch.setattr(ray, "shutdown", started.clear)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
+    monkeypatch.setattr(ray, "nodes", lambda: NODES)
+    # An installed package and a notebook have no module of the user.
+    monkeypatch.setattr(resources_module, "module_times", dict)
+    workers = resolve_scaling(ALL).scaling.max_workers
+    with session():
+        for _ in range(2):
+            with cluster(ALL) as ends_with_the_process:
+                assert ends_with_the_process
+                assert is_alone()
+                # Without the coordinator, which is not there, the free resources count.
+                policy = policy_of()
+                policy.after_controller_start(None)
+                assert policy._reserved_workers([]) is None
+            assert keeps_local_cluster()
+            assert resolve_scaling(ALL).scaling.max_workers == workers
+    assert not started
+
+
 def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(
     digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,10 +325,13 @@ def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(
     def connect(config: Config) -> Any:
         raise NotImplementedError(f"a cluster for {config.scaling.max_workers} workers")
 
+    imported: list[str] = []
     monkeypatch.setattr(run_module, "cluster", connect)
+    monkeypatch.setattr(run_module, "import_in_background", imported.append)
     # A cluster of this machine has logical CPUs for all workers.
     with pytest.raises(NotImplementedError, match="for 4 workers"), open_run(config, Console(quiet=True)):
         pass
+    assert imported == [train_thread.__name__], "Ray Train would be imported after the start of the cluster"
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     again = prepare(config)
     assert (again.job.config.scaling.max_workers, again.job.config.logical_workers, again.resumes) == (4, 4, True)
