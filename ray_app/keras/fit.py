@@ -188,7 +188,7 @@ def fit(
         **data,
         "seed": seed,
         "train.epochs": epochs - first_epoch,
-        "checkpoint.every_epochs": _evaluation_cadence(validation_freq),
+        "checkpoint.every_epochs": _evaluation_cadence(validation_freq, first_epoch),
         **workers_fields,
         **({} if name is None else {"run.name": name}),
     }
@@ -207,14 +207,14 @@ def fit(
     validated = partial(is_validated, validation_freq=validation_freq)
     runner = CallbackRunner(running, users_model, first_epoch, validated) if running else None
     result, ended = _train(config, console, runner, users_model, before is not None)
-    steps = stored_job(RunPaths(result.path)).steps_per_epoch
-    params = {"verbose": verbose, "epochs": epochs, "steps": steps}
+    params = {"verbose": verbose, "epochs": epochs, "steps": stored_job(RunPaths(result.path)).steps_per_epoch}
     if ended is not None:
         numbers = list(range(initial_epoch, initial_epoch + len(ended["loss"])))
         return History(ended, numbers, params, users_model, result)
     history = make_history(result, (initial_epoch, first_epoch), params, users_model, validation_freq)
+    history = replace(history, ends_with_average=not (runner and runner.has_last_word))
     if strategy is not None and strategy.group is not None:
-        course = {"history": history.history, "epoch": history.epoch, "params": params}
+        course = {name: getattr(history, name) for name in ("history", "epoch", "params", "ends_with_average")}
         strategy.group.broadcast({"path": str(history.result.path), "course": course})
     return _give_state(history, users_model)
 
@@ -326,7 +326,7 @@ def _refuse_other_arrays(config: Config, before: Config | None) -> None:
         )
 
 
-def _evaluation_cadence(validation_freq: Any) -> int:
+def _evaluation_cadence(validation_freq: Any, first_epoch: int) -> int:
     """Returns the epochs between two evaluations that has all epochs of `validation_freq`, which may be a list."""
     numbers = validation_freq if isinstance(validation_freq, list | tuple) else [validation_freq]
     if not numbers or not all(isinstance(number, int) and number > 0 for number in numbers):
@@ -334,7 +334,7 @@ def _evaluation_cadence(validation_freq: Any) -> int:
             f"validation_freq is {validation_freq!r}; give the epochs between two evaluations, or a list of epochs,"
             " counted from 1."
         )
-    return math.gcd(*numbers)
+    return math.gcd(*numbers, first_epoch)
 
 
 def evaluate(
@@ -426,8 +426,7 @@ def _task_of(run: History) -> KerasTask:
             f"The first argument is a {type(run).__name__}; give what fit has returned. A model that was given to fit"
             " has the trained weights, so its own evaluate and predict work, too."
         )
-    optimizer = run.model.optimizer
-    if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+    if library.inner_optimizer(run.model.optimizer).use_ema:
         raise ConfigError(
             "Training has ended with the average that the optimizer keeps (use_ema), and checkpoints of the run have"
             " the weights that it would go on with. Use history.model.evaluate and history.model.predict."

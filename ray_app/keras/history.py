@@ -29,6 +29,7 @@ class History:
         params: The numbers of epochs and steps, and how much is shown.
         model: The argument `model` of `fit` with the trained weights; if that was a function, the model it returned.
         result: The run.
+        ends_with_average: Whether training ends with the average of `use_ema`, unless a callback has set weights then.
     """
 
     history: dict[str, list[float]]
@@ -36,12 +37,13 @@ class History:
     params: dict[str, Any]
     model: Any = field(repr=False)
     result: Result = field(repr=False)
+    ends_with_average: bool = field(default=True, repr=False)
 
     def keras_model(self) -> Any:
         """Returns the trained `keras.Model`, read from the run, its optimizer with the state of training."""
         model = self.result.keras_model("newest")
-        # With `use_ema` the weights become their average at the end of training.
-        model.optimizer.finalize_variable_values(model.trainable_variables)
+        if self.ends_with_average:
+            model.optimizer.finalize_variable_values(model.trainable_variables)
         return model
 
 

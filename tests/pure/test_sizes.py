@@ -22,7 +22,7 @@ CEILINGS = {
     "ray_app/driver": 3_145,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_490,
-    "ray_app/keras": 1_509,
+    "ray_app/keras": 1_510,
     "ray_app/models": 2_338,
     "ray_app/plan": 886,
     "ray_app/predict": 612,
@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_266,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 11_109,
+    "ray_app/task": 11_131,
     "ray_app/track": 1_031,
     "ray_app/train": 10_371,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_449,
-    "tests": 76_783,
+    "tests": 76_821,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

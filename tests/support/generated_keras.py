@@ -177,20 +177,22 @@ SCHEDULES: list[Callable[[], Any]] = [
 
 GRAMMAR: dict[str, list[Any]] = {
     "form": ["functional", "subclass", "adds a loss", "sequential"],
-    "inputs": ["features", "float64", "two", "by name", "pixels", "tokens", "masked", "series", "int32"],
+    "inputs": ["features", "float64", "two", "by name", "pixels", "tokens", "masked", "series", "int32", "sequence"],
     "target": ["number", "class", "numbers", "one hot", "binary", "per token", "two", "two by name"],
     # Shape and type of the targets: (rows,), or (rows, 1) where they are one number; as Keras has them, or others.
     "axis": [False, True],
     "target type": ["float32", "float64", "int64", "uint8", "bool"],
     "loss": [0, 1, 2, 3, 4, 5, 6, 7],
     "metrics": ["none", 0, 1, 2, "weighted"],
-    "weights": ["none", "rows", "zeros", "column", "classes"],
+    "weights": ["none", "rows", "zeros", "column", "classes", "each output"],
     "loss weights": [False, True],
-    "body": ["dense", "batch norm", "regularized", "layer norm", "frozen", "spectral", "constraint", "shared"],
+    "body": ["dense", "batch norm", "regularized", "layer norm", "frozen", "spectral", "unit norm", "shared", "nested"],
     "optimizer": list(range(len(OPTIMIZERS))),
     "schedule": list(range(len(SCHEDULES))),
     "update": ["plain", "clipnorm", "clipvalue", "global_clipnorm", "accumulated", "averaged", "undecayed", "scaled"],
     "precision": ["float32", "mixed_bfloat16"],
+    "compiled": [{}, {"run_eagerly": True}, {"jit_compile": False}],
+    "first epoch": [0, 1],
     "epochs": [2, 1, 4],
     # All rows, or that many in their order.
     "batch": [ROWS, 8, 7],
@@ -208,10 +210,11 @@ GRAMMAR: dict[str, list[Any]] = {
         "stop at a step",
         "nan",
         "rate",
+        "set back",
     ],
-    "then": ["nothing", "evaluate", "predict", "fit"],
+    "then": ["nothing", "evaluate", "predict", "fit", "other rows", "compile", "freeze"],
 }
-RARE = ("precision", "steps", "body")
+RARE = ("precision", "steps", "body", "compiled")
 
 
 def draw(seed: int) -> Program:
@@ -222,7 +225,7 @@ def draw(seed: int) -> Program:
 def adapt(program: Program) -> Program:
     """Returns a program with the choices that Keras itself takes together."""
     changed = dict(program)
-    if changed["target"] == "per token" and changed["inputs"] not in ("tokens", "masked", "series"):
+    if changed["target"] == "per token" and changed["inputs"] not in ("tokens", "masked", "series", "sequence"):
         changed["inputs"] = "tokens"
     if changed["update"] == "undecayed":
         changed["optimizer"] = 4
@@ -262,6 +265,7 @@ def make_rows(program: Program, rows: int, part: int) -> tuple[Any, Any, Any]:
         "pixels": (np.abs(signal[:, :, None, None]) * 60).astype("uint8").repeat(5, 2).repeat(3, 3),
         "tokens": tokens,
         "masked": tokens,
+        "sequence": tokens,
         "series": source.normal(size=(rows, LENGTH, 2)).astype("float32"),
     }[program["inputs"]]
     number = (signal.sum(1) * 0.3).astype("float32")
@@ -287,6 +291,8 @@ def make_rows(program: Program, rows: int, part: int) -> tuple[Any, Any, Any]:
         weights = weights[:, None]
     elif program["target"] == "per token":
         weights = weights[:, None].repeat(LENGTH, 1)
+    if program["weights"] == "each output" and program["target"].startswith("two"):
+        weights = keras.tree.map_structure(lambda one: weights * source.integers(0, 3, rows).astype("float32"), y)
     return x, y, weights
 
 
@@ -301,9 +307,11 @@ def make_network(program: Program) -> Any:
     elif kind == "pixels":
         inputs = keras.Input((FEATURES, 5, 3))
         hidden = layers.Flatten()(layers.Conv2D(2, 2, activation="tanh")(layers.Rescaling(1 / 255)(inputs)))
-    elif kind in ("tokens", "masked"):
+    elif kind in ("tokens", "masked", "sequence"):
         inputs = keras.Input((LENGTH,), dtype="int32")
-        hidden = layers.Embedding(WORDS, 4, mask_zero=kind == "masked")(inputs)
+        hidden = layers.Embedding(WORDS, 4, mask_zero=kind != "tokens")(inputs)
+        if kind == "sequence":
+            hidden = layers.Bidirectional(layers.GRU(3, return_sequences=True))(hidden)
         hidden = hidden if is_sequence else layers.GlobalAveragePooling1D()(hidden)
     elif kind == "series":
         inputs = keras.Input((LENGTH, 2))
@@ -326,11 +334,14 @@ def make_network(program: Program) -> Any:
 
 def add_body(body: str, hidden: Any) -> Any:
     """Returns hidden values after the layers of a choice."""
+    if body == "nested":
+        normalization = layers.Normalization(mean=0.1, variance=2.0)
+        return keras.Sequential([normalization, layers.Dense(5, activation="relu")], name="nested")(hidden)
     if body == "spectral":
         return layers.SpectralNormalization(layers.Dense(5))(hidden)
     options: dict[str, Any] = {
         "regularized": {"kernel_regularizer": "l2", "activity_regularizer": keras.regularizers.L1(0.01)},
-        "constraint": {"kernel_constraint": keras.constraints.UnitNorm()},
+        "unit norm": {"kernel_constraint": keras.constraints.UnitNorm()},
         "frozen": {"trainable": False},
     }.get(body, {})
     dense = layers.Dense(hidden.shape[-1] if body == "shared" else 5, activation="tanh", **options)
@@ -361,7 +372,7 @@ def make_model(program: Program) -> Any:
         optimizer.exclude_from_weight_decay(var_names=["bias"])
     if update == "scaled":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
-    model.compile(optimizer=optimizer, **make_losses(program))
+    model.compile(optimizer=optimizer, **make_losses(program), **program["compiled"])
     return model
 
 
@@ -390,24 +401,26 @@ def make_losses(program: Program) -> dict[str, Any]:
 class CallbackRecorder(keras.callbacks.Callback):  # type: ignore[name-defined]
     """Records what callbacks get, and the sum of the weights at the end of each epoch."""
 
-    def __init__(self, stops_at: int | None = None, rate: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.records: list[Any] = []
-        self.stops_at, self.halves_rate = stops_at, rate
+        self.kind = kind
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.records.append(["begin", sorted(self.params), dict(logs or {})])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.records.append([batch, dict(logs or {})])
-        if len(self.records) == self.stops_at:
+        if len(self.records) == 4 and self.kind == "stop at a step":
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         weights = float(sum(np.abs(np.asarray(w, "float64")).sum() for w in self.model.get_weights()))
         self.records.append([epoch, weights, dict(logs or {}), float(self.model.optimizer.learning_rate)])
-        if self.halves_rate:
+        if self.kind == "rate":
             self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate) / 2
+        elif self.kind == "set back":
+            self.model.set_weights([0.5 * weight for weight in self.model.get_weights()])
 
     def on_train_end(self, logs: Any = None) -> None:
         self.records.append(["end", dict(logs or {})])
@@ -416,8 +429,8 @@ class CallbackRecorder(keras.callbacks.Callback):  # type: ignore[name-defined]
 def make_callbacks(program: Program) -> tuple[list[Any], list[Any]]:
     """Returns callbacks, and a list that they fill with what they get."""
     kinds, kind = keras.callbacks, program["callback"]
-    if kind in ("recorder", "stop at a step", "rate"):
-        recorder = CallbackRecorder({"stop at a step": 4}.get(kind), kind == "rate")
+    if kind in ("recorder", "stop at a step", "rate", "set back"):
+        recorder = CallbackRecorder(kind)
         return [recorder], recorder.records
     records: list[Any] = []
     return {
@@ -436,7 +449,9 @@ def fit_options(program: Program) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Returns x and y, and the other arguments of `fit` without callbacks."""
     x, y, weights = make_rows(program, ROWS, 0)
     x_other, y_other, other_weights = make_rows(program, VALIDATION_ROWS, 1)
-    options: dict[str, Any] = {"epochs": program["epochs"], "batch_size": program["batch"], "verbose": 0}
+    first = program["first epoch"]
+    options: dict[str, Any] = {"epochs": program["epochs"] + first, "batch_size": program["batch"], "verbose": 0}
+    options |= {"initial_epoch": first}
     if program["batch"] != ROWS:
         options |= {"shuffle": False, "steps_per_epoch": program["steps"]}
     if program["weights"] == "classes":
@@ -500,7 +515,7 @@ def _train(program: Program, model: Any, fit_model: Callable[..., Any]) -> dict[
     rows, options = fit_options(program)
     callbacks, records = make_callbacks(program)
     history = fit_model(*rows, callbacks=callbacks, **options)
-    values = {"history": dict(history.history), "epoch": list(history.epoch), "callback": records}
+    values: dict[str, Any] = {"history": dict(history.history), "epoch": list(history.epoch), "callback": records}
     x, y, _ = make_rows(program, VALIDATION_ROWS, 2)
     # The run has no checkpoint with the average of the optimizer, with which Keras ends training.
     is_ours = hasattr(history, "result") and program["update"] != "averaged"
@@ -509,11 +524,23 @@ def _train(program: Program, model: Any, fit_model: Callable[..., Any]) -> dict[
         values["evaluate"] = evaluate(history, x, y, **options) if is_ours else model.evaluate(x, y, **options)
     elif program["then"] == "predict":
         values["predict"] = predict(history, x) if is_ours else model.predict(x, verbose=0)
-    elif program["then"] == "fit":
+    elif program["then"] != "nothing":
+        if program["then"] == "other rows":
+            rows = make_rows(program, ROWS, 3)[:2]
+        elif program["then"] in ("compile", "freeze"):
+            network = model if program["form"] == "functional" else model.layers[-1]
+            network.layers[-1].trainable = program["then"] == "compile"
+            with program_session(None):
+                model.compile("adam", **make_losses(program))
         callbacks, values["callback again"] = make_callbacks(program)
         values["history again"] = dict(fit_model(*rows, callbacks=callbacks, **options).history)
         values["iterations"] = int(model.optimizer.iterations)
-    return values | {"weights": model.get_weights()}
+    values["weights"] = model.get_weights()
+    for course in (values["history"], values.get("history again", {})):
+        if not np.isfinite(course.get("loss", 0)).all():
+            # Keras makes the step that `TerminateOnNaN` ends training at, and goes on with weights that are no numbers.
+            return {name: len(numbers) for name, numbers in course.items()}
+    return values
 
 
 def compare_values(ours: Any, theirs: Any, tolerance: float, path: str = "") -> str:

@@ -7,6 +7,7 @@ effect on all workers before the next step. A few callbacks do what every run do
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,11 +135,14 @@ class CallbackRunner:
         self._first_epoch, self._is_validated = first_epoch, is_validated
         keras = library.import_keras()
         self._history = keras.callbacks.History()
+        self.has_last_word = False
+        """Whether callbacks have set weights when training had ended, which an average of an optimizer is no more."""
         self._list: Any = None
         self._epoch, self._batch = first_epoch, 0
         self._module: KerasModule | None = None
         self._first_iteration = 0
         self._before: list[Any] = []
+        self._eval_batches = 0
 
     def __call__(self, end: EpochEnd) -> Intervention:
         """Calls the callbacks; see `Intervener`."""
@@ -159,6 +163,7 @@ class CallbackRunner:
             assert isinstance(module, KerasModule)
             self._module = module
             self._first_iteration = library.count_steps(module.saved_program())
+            self._eval_batches = end.eval_batches
         if end.parameters:
             self._module.load_state_dict(dict(end.parameters))
         trained = self._module.saved_program()
@@ -192,7 +197,9 @@ class CallbackRunner:
             self._list.on_epoch_end(epoch, logs)
         stops = bool(model.stop_training)
         if end.is_last or stops:
+            versions = library.weight_versions(model)
             self._list.on_train_end(logs)
+            self.has_last_word = library.weight_versions(model) != versions
         else:
             self._epoch, self._batch = epoch + 1, 0
             self._list.on_epoch_begin(epoch + 1)
@@ -230,10 +237,14 @@ class CallbackRunner:
         Raises:
             RuntimeError: The callback raises it.
         """
-        if self._list is None or not ends_at_nan(self._callbacks):
+        if self._module is None or not ends_at_nan(self._callbacks):
             return None
-        logs = {"loss": float("nan")}
+        facts, metrics = self._module.facts, library.compiled_metrics(self._module.program)
+        # The step was not made, so that nothing is known of its epoch.
+        logs = dict.fromkeys(sorted(["loss", *facts.means, *facts.carried]), math.nan)
         self._list.on_train_batch_end(self._batch, logs)
+        if self._eval_batches and self._is_validated(self._epoch + 1):
+            logs |= dict.fromkeys(sorted(f"{_VALIDATION}{name}" for name in ["loss", *dict(metrics)]), math.nan)
         self._list.on_epoch_end(self._epoch, logs)
         self._list.on_train_end(logs)
         return dict(self._history.history)

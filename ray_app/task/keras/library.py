@@ -368,9 +368,13 @@ def noted_losses(
     def reduce(
         values: Any, sample_weight: Any = None, mask: Any = None, reduction: Any = None, dtype: Any = None
     ) -> Any:
-        result = original(values, sample_weight, mask, reduction, dtype)
+        used = sample_weight if mask is None or sample_weight is None else sample_weight.clone()
+        result = original(values, used, mask, reduction, dtype)
+        if used is not sample_weight:
+            # Keras multiplies a mask into the weights, which metrics get then. All 1 stand for no weights.
+            sample_weight.copy_(torch.where((sample_weight == 1).all(), sample_weight, used))
         if reduction == "mean_with_sample_weight":
-            mask = losses.apply_mask(sample_weight, mask, values.dtype, reduction)
+            mask = losses.apply_mask(None if used is None else used.clone(), mask, values.dtype, reduction)
         weight = None if mask is None or reduction == "sum" else torch.as_tensor(mask).detach().sum()
         kind = "rows" if weight is None else "weights"
         is_by_row = values.ndim and rows in (None, len(values))
@@ -513,6 +517,13 @@ def loss_scale(program: Any) -> list[float] | None:
     if not optimizer.built:
         return [float(optimizer.initial_scale), 0.0]
     return [float(optimizer.dynamic_scale), float(optimizer.step_counter)]
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Returns the variables of an optimizer, last those that Keras does not list in a `LossScaleOptimizer`."""
+    inner, listed = inner_optimizer(optimizer), {id(variable) for variable in optimizer.variables}
+    values = [value for value in vars(inner).values() if isinstance(value, import_keras().Variable)]
+    return [*optimizer.variables, *(variable for variable in values if id(variable) not in listed)]
 
 
 def inner_optimizer(optimizer: Any) -> Any:

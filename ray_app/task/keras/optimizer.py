@@ -358,7 +358,7 @@ def _find_slots(optimizer: Any) -> list[Slot]:
     """Returns the variables of an optimizer that is built with variables of `_make_variable`."""
     slots: list[Slot] = []
     counts: Counter[tuple[int | None, str]] = Counter()
-    for variable in optimizer.variables:
+    for variable in library.variables_of(optimizer):
         if variable is library.rate_source(optimizer):
             continue
         match = _PARAMETER.match(variable.name)
@@ -387,7 +387,7 @@ def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
     builder = copied if outer is optimizer else type(outer)(copied)
     builder.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
     numbers = {id(weight): number for number, weight in enumerate(weights)}
-    ordered = [variable for variable in optimizer.variables if variable is not library.rate_source(optimizer)]
+    ordered = [v for v in library.variables_of(optimizer) if v is not library.rate_source(optimizer)]
     return [
         (variable, None if number is None else numbers[id(variables[number])], name)
         for variable, (_, number, name) in zip(ordered, _find_slots(copied), strict=True)
@@ -449,7 +449,7 @@ def copy_optimizers(program: Any, other: Any) -> None:
             weights, optimizer = [variable for variable, _ in library.weights_of(program)], getattr(program, attribute)
             if not optimizer.built:
                 optimizer.build([weights[numbers[id(v)]] for v in library.optimized_variables(source)])
-            for variable, value in zip(optimizer.variables, source.variables, strict=True):
+            for variable, value in zip(library.variables_of(optimizer), library.variables_of(source), strict=True):
                 variable.assign(value)
 
 

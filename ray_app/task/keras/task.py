@@ -165,8 +165,7 @@ class KerasTask(BatchTask):
                 "loss_scale": library.loss_scale(module.program),
             }
             prepared.monitored = monitored_fields(self._make_callbacks()[0])
-            optimizer = module.program.optimizer
-            if self.evaluate_average and not getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+            if self.evaluate_average and not library.inner_optimizer(module.program.optimizer).use_ema:
                 raise ConfigError(
                     "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, and that of the model"
                     " keeps no average. Compile the model with use_ema=True, or leave the callback out."
@@ -331,6 +330,7 @@ class KerasTask(BatchTask):
         if not self.class_weight or not is_training:
             return of_rows
         # Classes are integers, or the place of the highest number of a row.
+        y = y.float() if y.dtype == torch.bool else y
         classes = y if y.ndim < 2 else y.argmax(-1) if y.shape[-1] > 1 else y.squeeze(-1)
         if classes.ndim > 1:
             raise ConfigError(

@@ -275,8 +275,10 @@ def test_a_loss_that_is_no_number_ends_training_as_its_callback_says(tmp_path: P
     with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 0"):
         fit_here(tmp_path, get_broken(), x, y, callbacks=callbacks.TerminateOnNaN(raise_error=True))
     noted = Noted()
-    history = fit_here(tmp_path, get_broken(), x, y, epochs=2, callbacks=[callbacks.TerminateOnNaN(), noted])
-    np.testing.assert_equal(history.history, {"loss": [np.nan]})
+    used = {"validation_data": (x, y), "callbacks": [callbacks.TerminateOnNaN(), noted]}
+    history = fit_here(tmp_path, get_broken(), x, y, epochs=2, **used)
+    names = ("accuracy", "loss", "val_accuracy", "val_loss")
+    np.testing.assert_equal(history.history, {name: [np.nan] for name in names})
     assert noted.calls[-1][0] == "train ends"
 
 
