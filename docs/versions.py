@@ -93,14 +93,14 @@ _TESTS = (
 """Arguments of pytest: the tests without Ray, training with every strategy, and killed workers on real Ray."""
 _HEADER = f"""# Versions
 
-`make versions` wrote this table: each row is an environment of its own, made from the package index, and every cell
-was run on the given day. "lowest" has the lowest versions that pyproject.toml allows, "newest" the newest ones that
-existed, "requirements" those of requirements.txt, with which everything else in this documentation was measured.
-"pyarrow26" has the newest versions and pyarrow 26, for which MLflow does not ask yet.
+Each row is an environment with versions that were tried together, made from the package index by `make versions`.
+"lowest" has the lowest versions that pyproject.toml allows, "newest" the newest ones that existed. "requirements" has
+the versions of requirements.txt, with which everything else in this documentation was measured. "pyarrow26" has the
+newest versions and pyarrow 26, which MLflow's requirements do not allow yet.
 
 - **Digits, one worker killed**: `conf/digits.yaml` on two workers, one of which is killed with SIGKILL at the first
-  line of progress. "In place" means that the other one went on; then comes the beginning of the digest of the
-  parameters, which has to be the same in all rows.
+  line of progress. "In place" means that the other one continued. The beginning of the digest of the parameters
+  follows, which must be the same in all rows.
 - **Job**: `ray-app submit` to a head node with token authentication.
 - **Drill**: `ray-app drill` with the scenarios {", ".join(f"`{name}`" for name in SCENARIOS.split(","))}.
 
@@ -108,14 +108,10 @@ existed, "requirements" those of requirements.txt, with which everything else in
 |---|---|---|---|---|---|---|---|
 """
 _AFTER = """
-What only some of these versions have:
+`train.strategy: fsdp` needs torch 2.15, and is refused before the start with earlier versions.
 
-| needs | for | with earlier versions |
-|---|---|---|
-| torch 2.15 | `train.strategy: fsdp` | refused before the start |
-
-With a version of Ray outside of these, all workers restart after a failure, and a warning says so: recovery in place
-changes parts of Ray Train that are not public, and is used only with the versions with which it was tried.
+With a version of Ray outside of these, all workers restart after a failure, and a warning says so. The reason is that
+recovery in place changes parts of Ray Train that are not public.
 """
 
 

@@ -157,7 +157,10 @@ def test_the_pages_name_the_version_of_the_package() -> None:
 
 
 def test_documented_symptoms_are_messages_of_the_code() -> None:
-    """Each part of a symptom between dots is part of a string in the code, in which placeholders are removed."""
+    """Each part of a symptom between dots is part of a string in the code, in which placeholders are removed.
+
+    Symptoms are in the headings of docs/troubleshooting.md and in the sentences "You see" of docs/failures.md.
+    """
     texts = []
     for file in (ROOT / "ray_app").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -166,22 +169,17 @@ def test_documented_symptoms_are_messages_of_the_code() -> None:
             elif isinstance(node, ast.JoinedStr):
                 texts.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
     all_texts = "\n".join(texts)
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
-    symptoms = [part.strip() for cell in cells for code in re.findall(r"`([^`]+)`", cell) for part in code.split("...")]
+    pages = [(ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "failures.md")]
+    headings = re.findall(r"^### (.*)$", pages[0], re.MULTILINE)
+    sentences = re.findall(r"\*\*You see\*\*((?:`[^`]*`|[.:](?!\s)|[^`.:])*)", " ".join(pages[1].split()))
+    assert len(headings) > 30
+    assert len(sentences) > 30
+    codes = [code for symptom in headings + sentences for code in re.findall(r"`([^`]+)`", symptom)]
+    symptoms = [part.strip() for code in codes for part in code.split("...")]
     messages_of_others = {
-        "AuthenticationError",
-        "does not have a deterministic implementation",
-        "No module named ray_app",
-        "summary.json",
-        "data_wait_fraction",
-    }
-    messages_of_others |= {
-        "ray-app track --replay",
-        "ray job stop",
-        "1 of 5 failures",
-        "parquet::ParquetException",
-        "terminate called",
+        *("AuthenticationError", "No module named ray_app", "parquet::ParquetException", "terminate called"),
+        *("does not have a deterministic implementation", "ray job stop"),
+        *("1 of 5 failures", "1 preemption"),
     }
     missing = [part for part in symptoms if part and part not in messages_of_others and part not in all_texts]
     assert missing == []
