@@ -36,7 +36,7 @@ class SubmitSection:
         ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.
             `installed`: the nodes have the same version, for instance in their image. Anything else are arguments of
             `pip install` on them: the path of a wheel that every node sees, or
-            `ray_app==0.2.0 --index-url https://INDEX` with an index of yours.
+            `ray_app==0.3.0 --index-url https://INDEX` with an index of yours.
         env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
             All users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
@@ -68,7 +68,7 @@ class SubmitSection:
         if named and not _INDEXES & {option.partition("=")[0] for option in options}:
             problems.append(
                 f"submit.ray_app is {self.ray_app!r}, which pip would look for in the public index, where this name is"
-                " not ours; give the path of a wheel, or an index of yours: 'ray_app==0.2.0 --index-url https://INDEX'."
+                " not ours; give the path of a wheel, or an index of yours: 'ray_app==0.3.0 --index-url https://INDEX'."
             )
         folder = Path(self.working_dir).resolve()
         if folder == Path(folder.anchor) or folder in (home := Path(os.path.expanduser("~")).resolve(), *home.parents):

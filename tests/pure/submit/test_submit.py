@@ -288,7 +288,7 @@ def test_the_package_of_ray_app_is_complete_despite_excludes(tmp_path: Path, mon
     ]
 
 
-@pytest.mark.parametrize("value", ["ray_app==0.2.0", "ray_app", "", "ray_app==0.2.0 --extra-index-url https://x"])
+@pytest.mark.parametrize("value", ["ray_app==0.3.0", "ray_app", "", "ray_app==0.3.0 --extra-index-url https://x"])
 def test_the_application_is_not_taken_from_the_public_index(value: str) -> None:
     with pytest.raises(ConfigError, match=r"submit\.ray_app is .*public index.*--index-url"):
         SubmitSection(ray_app=value).check()
