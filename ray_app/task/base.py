@@ -284,14 +284,17 @@ class Task(ABC):
         del model
         return self.loss(outputs, batch)
 
-    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+    def running_metrics(
+        self, total: list[float], states: Sequence[Any], is_first: bool
+    ) -> tuple[list[float], dict[str, float]]:
         """Returns the states of metrics over the rows of an epoch so far, and these metrics by name.
 
         Every worker calls it after a step in which `training_loss` has returned `Losses.states`.
 
         Args:
-            total: The states that the step before has returned; empty in the first step of an epoch.
+            total: The states that the step before has returned; empty in the first step.
             states: The states of each logical worker with rows, in the order of the logical workers.
+            is_first: Whether the step is the first one of its epoch.
         """
         raise NotImplementedError
 

@@ -11,9 +11,10 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -309,6 +310,7 @@ class BatchFacts(NamedTuple):
         left_out: The remaining ones.
         reductions: How the losses of `compile` reduce their numbers, see `noted_losses`.
         is_by_batch: Whether a loss or a mean may be another number for all rows than for batches of them.
+        kept: The metrics that `reset_state` leaves as they are, which go on over epochs.
     """
 
     means: list[str]
@@ -316,9 +318,10 @@ class BatchFacts(NamedTuple):
     left_out: list[str]
     reductions: list[str]
     is_by_batch: bool
+    kept: list[str]
 
 
-def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFacts:
+def measure_batch(program: Any, rows: int, update: Callable[[], Any], kept: Sequence[str] = ()) -> BatchFacts:
     """Returns the facts of a model; `update` gives it, its losses and metrics a batch, and returns the outputs."""
     keras = import_keras()
     from keras.src.backend import get_keras_mask
@@ -333,8 +336,11 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFa
     # Weights and masks are others in each part of a batch.
     has_mask = any(get_keras_mask(tensor) is not None for tensor in keras.tree.flatten(outputs))
     count = -1 if has_mask or "weights" in reductions else rows
-    means = [name for name, m in metrics.items() if m in compiled and is_mean(m) and float(m.count) == count]
-    once = {name: flat_states(m) for name, m in metrics.items() if m.variables and name not in means}
+    means = [
+        name for name, m in metrics.items() if m in compiled and name not in kept and is_mean(m) and m.count == count
+    ]
+    first = {name: flat_states(m) for name, m in metrics.items() if m.variables}
+    once = {name: states for name, states in first.items() if name not in means}
     scalars = [m for m in metrics.values() if isinstance(m, keras.metrics.Mean) and (not is_mean(m) or m.count == 1)]
     update()
     added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
@@ -344,7 +350,27 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFa
     names = ("compute_loss", "compute_metrics")
     is_own = any(getattr(type(program), name) is not getattr(keras.Model, name) for name in names)
     is_by_batch = len(added) == len(once) and bool(is_own or scalars or {*reductions} - {"rows"})
-    return BatchFacts(means, carried, [name for name in once if name not in carried], reductions, is_by_batch)
+    if not kept and (kept := _reset_kept(metrics, first)):
+        return measure_batch(program, rows, update, kept)
+    left_out = [name for name in once if name not in carried]
+    return BatchFacts(means, carried, left_out, reductions, is_by_batch, [*kept])
+
+
+def _reset_kept(metrics: Mapping[str, Any], first: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of metrics that their own `reset_state` leaves as they are, and gives them one that resets.
+
+    Args:
+        metrics: The metrics after a second update.
+        first: Their states after the first one.
+    """
+    kept = list[str]()
+    for name, states in first.items():
+        metric, second = metrics[name], flat_states(metrics[name])
+        metric.reset_state()
+        if not torch.equal(second, states) and torch.equal(flat_states(metric), second):
+            kept.append(name)
+            vars(metric)["reset_state"] = partial(import_keras().metrics.Metric.reset_state, metric)
+    return kept
 
 
 @contextmanager

@@ -32,7 +32,7 @@ _LOSS = "loss"
 _PLACEHOLDER = "no_weight"
 """The name of the parameter of a model without weights to train."""
 _KERAS_STEPS = OwnSteps()
-NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False)
+NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False, kept=[])
 """The facts of a model that computes its loss in a step of its own."""
 
 

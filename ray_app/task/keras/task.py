@@ -196,6 +196,8 @@ class KerasTask(BatchTask):
             "A train_step of the model's own, and mixed_float16, need one state of all workers: use ddp or single.": (
                 (bool(self.phases()) or has_scale) and not traits.can_alternate_optimizers
             ),
+            f"{', '.join(facts.kept)}: its reset_state resets nothing, so Keras adds validation rows to its training"
+            " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.eval_path),
             "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
                 metric is not None and config.data.eval_path is None
             ),
@@ -380,13 +382,16 @@ class KerasTask(BatchTask):
         share = result.weight.float() / rows
         return Losses((result.loss * share).expand(rows), share.expand(rows), metrics, states)
 
-    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+    def running_metrics(
+        self, total: list[float], states: Sequence[Any], is_first: bool
+    ) -> tuple[list[float], dict[str, float]]:
         """Returns states and metrics of Keras over the rows of an epoch so far, see `Task.running_metrics`."""
         from ray_app.task.keras.metrics import add_states
 
-        metrics = dict(self.compiled_metrics())
+        metrics, facts = dict(self.compiled_metrics()), self._facts
+        carried = {name: metrics[name] for name in facts.carried}
         with user_code(lambda: "adding the states of metrics"):
-            return add_states({name: metrics[name] for name in self._facts.carried}, [*filter(None, [total]), *states])
+            return add_states(carried, total, states, set(carried) - set(facts.kept) if is_first else set())
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """Returns the loss of an evaluated batch, and the states of the metrics after it."""

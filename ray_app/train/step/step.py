@@ -123,7 +123,7 @@ class Step:
             self._skip_update(cursor, batches, sums, global_rows, result)
         if result.states:
             is_first, before = (self.state.step - 1) % self.epoch_steps == 0, self.state.metric_states
-            self.state.metric_states, running = self.task.running_metrics([] if is_first else before, result.states)
+            self.state.metric_states, running = self.task.running_metrics(before, result.states, is_first)
             result = result._replace(running=running)
         self.state.sync.send_replicas()
         return result
