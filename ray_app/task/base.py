@@ -332,6 +332,15 @@ class Task(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no phases")
 
+    def moving_parameters(self, model: nn.Module) -> list[Tensor]:
+        """Returns the parameters that a forward of training writes, alike for all rows, before it uses them.
+
+        As with buffers, every logical worker begins a step with the same values, and the optimizer moves the ones that
+        logical worker 0 has written.
+        """
+        del model
+        return []
+
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Updates the parameters by the gradients in their `.grad`, those of the global batch, equal on all workers.
 

@@ -90,7 +90,8 @@ def build_step(
     elif train.capture:
         make_passes = partial(CudaGraphs, make_graph_backend(device))
     turns = state.turns
-    buffers = ReplicaBuffers(state.model, world, turns is not None and bool(turns.phases))
+    moving = job.task.moving_parameters(state.model)
+    buffers = ReplicaBuffers(state.model, world, turns is not None and bool(turns.phases), moving)
 
     def phase_loss(model: nn.Module, batch: Batch) -> Tensor | Losses:
         assert turns is not None, "only optimizers of a step have phases"

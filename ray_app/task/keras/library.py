@@ -191,6 +191,12 @@ def trained_weights(program: Any) -> list[Any]:
     return [variable for variable, is_parameter in weights_of(program) if is_parameter and variable.trainable]
 
 
+def normalized_kernels(program: Any) -> list[Any]:
+    """Returns the variables of a model that its layers of spectral normalization write in each call of training."""
+    kind = import_keras().layers.SpectralNormalization
+    return [layer.kernel for layer in program._flatten_layers() if isinstance(layer, kind)]
+
+
 def optimized_variables(optimizer: Any) -> list[Any]:
     """Returns the variables that an optimizer was built with."""
     return list(optimizer._trainable_variables)

@@ -338,6 +338,11 @@ class KerasModule(nn.Module):
 
         return take_back
 
+    def moving_parameters(self) -> list[Tensor]:
+        """Returns the parameters that a call of training writes, see `Task.moving_parameters`."""
+        kernels = {id(variable) for variable in library.normalized_kernels(self.program)}
+        return [self.get_parameter(name) for name, variable in self._variables.items() if id(variable) in kernels]
+
     def trained_variables(self) -> dict[str, Any]:
         """Returns the variables that an optimizer trains, by the names of their parameters."""
         return {name: variable for name, variable in self._variables.items() if self.get_parameter(name).requires_grad}

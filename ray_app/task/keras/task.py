@@ -163,6 +163,7 @@ class KerasTask(BatchTask):
                 "train_logs": module.steps.train_logs,
                 "test_logs": module.steps.test_logs,
                 "loss_scale": library.loss_scale(module.program),
+                "moves": bool(module.moving_parameters()),
             }
             prepared.monitored = monitored_fields(self._make_callbacks()[0])
             optimizer = module.program.optimizer
@@ -193,8 +194,9 @@ class KerasTask(BatchTask):
                 bool(self.phases())
                 and (config.train.compile or bool(config.train.freeze) or config.train.precision == "fp16" or has_scale)
             ),
-            "A train_step of the model's own, and mixed_float16, need one state of all workers: use ddp or single.": (
-                (bool(self.phases()) or has_scale) and not traits.can_alternate_optimizers
+            "A train_step of the model's own, mixed_float16, and SpectralNormalization need one state of all workers:"
+            " use ddp or single.": (
+                (bool(self.phases()) or has_scale or self.compiled["moves"]) and not traits.can_alternate_optimizers
             ),
             f"{', '.join(facts.kept)}: its reset_state resets nothing, so Keras adds validation rows to its training"
             " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.eval_path),
@@ -350,6 +352,10 @@ class KerasTask(BatchTask):
     def initial_loss_scale(self) -> list[float] | None:
         """Returns the scale of the `LossScaleOptimizer` of the program, see `Task`."""
         return self.compiled.get("loss_scale")
+
+    def moving_parameters(self, model: nn.Module) -> list[Tensor]:
+        """Returns the kernels of spectral normalization, see `Task`: their division depends on no rows."""
+        return _module_of(model).moving_parameters()
 
     def phases(self) -> list[str]:
         """Returns the optimizers of the phases of the program's own `train_step`, see `Task`."""

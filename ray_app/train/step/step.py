@@ -245,10 +245,10 @@ class TurnStep:
                 values = [p.detach().clone() for p in turns.parameters[turn]]
                 result = self._steps[turn].run(cursor, batches, global_rows, flags)
                 if phase < len(turns.phases) - 1:
-                    # The last phase alone leaves its buffers: each computes the step from its start.
-                    self._buffers.roll_back()
                     parameters = zip(turns.parameters[turn], values, strict=True)
                     turns.updates.append([(p, value, p.detach().clone()) for p, value in parameters])
+                    # The last phase alone leaves its buffers: each computes the step from its start.
+                    self._buffers.roll_back()
         except Exception:
             self._state.load(snapshot)
             raise

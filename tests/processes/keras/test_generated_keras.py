@@ -42,6 +42,7 @@ CHOICES: list[Program] = [
     {"validation": "seldom", "callback": "schedule", "epochs": 4},
     {"target": "binary", "axis": True, "target type": "uint8", "then": "evaluate"},
     {"inputs": "tokens", "target": "per token", "weights": "column", "then": "evaluate"},
+    {"body": "spectral", "batch": 8, "epochs": 4, "validation": "data", "then": "fit"},
 ]
 
 
@@ -99,7 +100,7 @@ def test_a_generated_program_gives_what_keras_gives(choices: Program) -> None:
 
 
 def test_a_generated_program_has_the_same_bits_on_two_workers(worker_pool: WorkerPool) -> None:
-    for choices in CHOICES[1:3]:
+    for choices in [*CHOICES[1:3], CHOICES[-1]]:
         assert not worker_difference(worker_pool, SIMPLEST | choices)
 
 
