@@ -66,7 +66,13 @@ class Gan(keras.Model):
         super().__init__()
         self.rounds = rounds
         self.discriminator = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(8), layers.LeakyReLU(0.2), layers.BatchNormalization(), layers.Dense(1)]
+            [
+                keras.Input((6,)),
+                layers.SpectralNormalization(layers.Dense(8)),
+                layers.LeakyReLU(0.2),
+                layers.BatchNormalization(),
+                layers.Dense(1),
+            ]
         )
         self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(8, "relu"), layers.Dense(6)])
         self.built = True

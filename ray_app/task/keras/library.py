@@ -6,6 +6,7 @@ user's program, and `import_keras` refuses a process in which Keras runs on anot
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -478,11 +480,26 @@ def rate_source(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def is_rate_set(optimizer: Any) -> bool:
+    """Returns whether the learning rate of an optimizer is a variable."""
+    return optimizer is not None and isinstance(rate_source(optimizer), import_keras().Variable)
+
+
+def rate_inputs(function: Any) -> list[str]:
+    """Returns what a function that gives a learning rate reads beside plain numbers, by its names."""
+    plain = int | float | ModuleType | FunctionType | BuiltinFunctionType | type
+    if not isinstance(function, FunctionType):
+        return [type(function).__name__]
+    variables = inspect.getclosurevars(function)
+    return [name for name, v in {**variables.globals, **variables.nonlocals}.items() if not isinstance(v, plain)]
+
+
 def current_rate(program: Any) -> float | None:
-    """Returns the learning rate of a model's optimizer; None if a schedule or a function gives it."""
+    """Returns the learning rate of a model's optimizer; None if a schedule gives it."""
     optimizer = program.optimizer
-    is_set = optimizer is not None and isinstance(rate_source(optimizer), import_keras().Variable)
-    return float(optimizer.learning_rate) if is_set else None
+    schedule = import_keras().optimizers.schedules.LearningRateSchedule
+    is_fixed = optimizer is not None and not isinstance(rate_source(optimizer), schedule)
+    return float(optimizer.learning_rate) if is_fixed else None
 
 
 def weight_versions(program: Any) -> list[int]:
@@ -492,7 +509,7 @@ def weight_versions(program: Any) -> list[int]:
 
 def begin_epoch(program: Any, rate: float, steps: int) -> None:
     """Gives a model's optimizer the learning rate of a run, unless it has a schedule, and the number of its steps."""
-    if current_rate(program) is not None:
+    if is_rate_set(program.optimizer):
         program.optimizer.learning_rate = rate
     if program.optimizer is not None:
         step_counter(inner_optimizer(program.optimizer)).assign(steps)

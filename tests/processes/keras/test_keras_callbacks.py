@@ -115,6 +115,7 @@ CASES: dict[str, Callable[[Path], list[Any]]] = {
         callbacks.EarlyStopping("loss", baseline=0.1, start_from_epoch=2, patience=2)
     ],
     "rates": lambda folder: [callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else 0.01)],
+    "a rate at the start": lambda folder: [Starting()],
     "weights": lambda folder: [Shrinking(), Noted()],
     "lambdas": lambda folder: [callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(own=epoch * 1.0))],
     "files": lambda folder: [
@@ -216,6 +217,27 @@ def test_a_resume_from_an_older_checkpoint_repeats_the_decisions_and_asks_no_cal
     again = fit_here(tmp_path, get_model(), x, y, epochs=4, callbacks=[*decide_without_data(), noted], **options)
     assert again.result.summary["params_digest"] == whole.result.summary["params_digest"]
     assert [call[1] for call in noted.calls if call[0] == "epoch ends"] == [3], "the others have decided before"
+
+
+class Starting(callbacks.Callback):  # type: ignore[name-defined]
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.02
+
+
+def test_a_function_gives_the_rate_of_each_epoch(tmp_path: Path) -> None:
+    rate, (x, y) = 0.05, rows()
+
+    def halve(epoch: int, logs: Any) -> None:
+        nonlocal rate
+        rate /= 2
+
+    weights, options = [], {"batch_size": ROWS, "epochs": 3, "callbacks": [callbacks.LambdaCallback(on_epoch_end=halve)]}
+    for train in (lambda model: fit_here(tmp_path, model, x, y, **options), lambda model: model.fit(x, y, **options)):
+        model, rate = get_model(), 0.05
+        model.compile(keras.optimizers.SGD(lambda: rate), "sparse_categorical_crossentropy")
+        train(model)
+        weights.append(model.get_weights()[0])
+    assert weights[0] == pytest.approx(weights[1], 1e-4)
 
 
 def decide_without_data() -> list[Any]:

@@ -66,6 +66,7 @@ class Scaled(optimizers.SGD):  # type: ignore[name-defined]
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Adam": lambda: optimizers.Adam(0.05),
     "a schedule": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.1, 10)),
+    "a function": lambda: optimizers.Adam(lambda: 0.05),
     "a user's": lambda: Scaled(3.0),
     "names that are no paths": lambda: optimizers.Adafactor(0.05),
     "averaged weights": lambda: optimizers.Adam(0.05, use_ema=True, ema_momentum=0.9),
