@@ -55,7 +55,8 @@ def check_forward(model: nn.Module, in_turns: bool, moving: Sequence[Tensor] = (
     # A tied tensor may be saved under another name.
     saved_ids = {id(value) for value in saved.values()}
     unsaved_buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in saved_ids}
-    checksums, flags = _parameter_checksums(model, moving), {name: p.requires_grad for name, p in model.named_parameters()}
+    checksums = _parameter_checksums(model, moving)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
     without_gradient = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -75,7 +76,7 @@ def check_forward(model: nn.Module, in_turns: bool, moving: Sequence[Tensor] = (
                 f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has"
                 " it: a run that goes on would have lost it. Register it with persistent=True."
             )
-    if changed := [name for name, checksum in _parameter_checksums(model, moving).items() if checksum != checksums[name]]:
+    if changed := [name for name, sum_ in _parameter_checksums(model, moving).items() if sum_ != checksums[name]]:
         raise ConfigError(
             f"The forward of training changes the parameter {changed[0]}. A worker that runs several logical workers"
             " would change it several times in a step. What moves by itself (a momentum encoder, an average) is moved"

@@ -351,10 +351,7 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any], kept: Sequ
     once = {name: states for name, states in first.items() if name not in means}
     scalars = [m for m in metrics.values() if isinstance(m, keras.metrics.Mean) and (not is_mean(m) or m.count == 1)]
     update()
-    added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
-    carried = [
-        name for name in added if len(once[name]) <= _MAX_STATES and np.prod(np.shape(metrics[name].result())) == 1
-    ]
+    added, carried = added_metrics(metrics, once)
     names = ("compute_loss", "compute_metrics")
     is_own = any(getattr(type(program), name) is not getattr(keras.Model, name) for name in names)
     is_by_batch = len(added) == len(once) and bool(is_own or scalars or {*reductions} - {"rows"})
@@ -362,6 +359,18 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any], kept: Sequ
         return measure_batch(program, rows, update, kept)
     left_out = [name for name in once if name not in carried]
     return BatchFacts(means, carried, left_out, reductions, is_by_batch, [*kept])
+
+
+def added_metrics(metrics: Mapping[str, Any], once: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Returns the names of metrics that can be put together from parts of the rows; and of these those with one value.
+
+    Args:
+        metrics: The metrics after two updates with the same batch.
+        once: Their states after the first one.
+    """
+    added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
+    is_single = {name: np.prod(np.shape(metrics[name].result())) == 1 for name in added}
+    return added, [name for name in added if len(once[name]) <= _MAX_STATES and is_single[name]]
 
 
 def _reset_kept(metrics: Mapping[str, Any], first: Mapping[str, torch.Tensor]) -> list[str]:

@@ -164,6 +164,8 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
                 expands_targets, facts = _build(program, sample())
         if {"train_step", "test_step"} & set(names):
             steps = _build_steps(program, sample())
+            if steps.phases:
+                facts = facts._replace(means=[], carried=[*steps.carried], left_out=[*steps.left_out])
         return KerasModule(program, settings, expands_targets, facts, steps)
 
 

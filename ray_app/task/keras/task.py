@@ -365,9 +365,9 @@ class KerasTask(BatchTask):
         self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
     ) -> Tensor | Losses:
         """Returns the loss of a phase of the program's own `train_step`, see `Task`."""
-        loss, means = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
+        loss, means, states = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
         rows = count_rows(batch)
-        return Losses(loss.expand(rows), metrics={name: value.expand(rows) for name, value in means.items()})
+        return Losses(loss.expand(rows), None, {name: value.expand(rows) for name, value in means.items()}, states)
 
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the loss of the first phase with an optimizer, as if the phases before changed nothing."""

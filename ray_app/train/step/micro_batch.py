@@ -61,9 +61,7 @@ class ReplicaBuffers:
         moving: Parameters that are treated like buffers, see `Task.moving_parameters`.
     """
 
-    def __init__(
-        self, model: nn.Module, world: World, has_phases: bool = False, moving: Sequence[Tensor] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World, has_phases: bool = False, moving: Sequence[Tensor] = ()) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
         shared = world.logical_workers > 1 or has_phases
