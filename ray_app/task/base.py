@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -43,6 +44,8 @@ Rows = dict[str, Any]
 """Rows as read, by column: NumPy arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`."""
 WeightUpdate = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Parameters that a phase of a step has updated, each with its value before and after the phase."""
+step_updates: ContextVar[Sequence[WeightUpdate]] = ContextVar("step_updates", default=())
+"""The changes of the phases before the present one of a step, for `Task.loss_for_optimizer` of a task with phases."""
 _NUMERIC_KINDS = ("number", "integer", "array", "list")
 _MIN_UNIT_VALUES = 100_000
 """A module with fewer parameters is not worth an all-gather of its own."""
@@ -304,9 +307,10 @@ class Task(ABC):
         Not overridden: those of `training_loss`.
 
         Args:
-            turn: The name of the optimizer that this step updates; only its parameters get gradients.
-            model: The model.
-            batch: The training batch.
+            turn: The name of the optimizer that this step, or phase, updates; only its parameters get gradients.
+            model: The model; in a phase its parameters are those that the phases before have left (`step_updates`), and
+                have to be afterwards.
+            batch: The training batch, the same in all phases.
         """
         del turn
         return self.training_loss(model, batch)
@@ -318,19 +322,6 @@ class Task(ABC):
     def phases(self) -> list[str]:
         """Returns the names of the `optimizers` in the order in which each step uses them; [] if steps take turns."""
         return []
-
-    def loss_for_phase(
-        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
-    ) -> Tensor | Losses:
-        """Returns the losses of a training batch for a phase of a step.
-
-        Args:
-            phase: Its number, an index of `phases`; only the parameters of its optimizer get gradients.
-            updates: The changes of the phases before.
-            model: The model; its parameters are those that the phases before have left, and have to be afterwards.
-            batch: The training batch, the same in all phases.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no phases")
 
     def moving_parameters(self, model: nn.Module) -> list[Tensor]:
         """Returns the parameters that a forward of training writes, alike for all rows, before it uses them.

@@ -233,8 +233,8 @@ class KerasModule(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Runs a phase of the program's own `train_step`; returns its loss, the means over rows, and states.
 
-        See `Task.loss_for_phase`. The loss is 0 before the last phase, and where the program returns none. The states
-        are those of `OwnSteps.carried` after the last phase.
+        The loss is 0 before the last phase, and where the program returns none. The states are those of
+        `OwnSteps.carried` after the last phase.
         """
         self._bind()
         program = self.program

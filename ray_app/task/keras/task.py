@@ -20,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, WeightUpdate
+from ray_app.task.base import Batch, step_updates
 from ray_app.task.images import IMAGE
 from ray_app.task.interventions import Intervener
 from ray_app.task.keras import library, program
@@ -361,22 +361,18 @@ class KerasTask(BatchTask):
         """Returns the optimizers of the phases of the program's own `train_step`, see `Task`."""
         return [str(name) for name in self.compiled.get("phases", [])]
 
-    def loss_for_phase(
-        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
-    ) -> Tensor | Losses:
-        """Returns the loss of a phase of the program's own `train_step`, see `Task`."""
+    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """Returns the loss of a phase of the program's own `train_step`; by default of the first with an optimizer."""
+        updates = step_updates.get()
+        phase = self.phases().index(turn, len(updates))
         loss, means, states = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
         rows = count_rows(batch)
         return Losses(loss.expand(rows), None, {name: value.expand(rows) for name, value in means.items()}, states)
 
-    def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of the first phase with an optimizer, as if the phases before changed nothing."""
-        return self.loss_for_phase(self.phases().index(turn), [], model, batch)
-
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the mean loss of a micro-batch for each of its rows, with its metrics."""
-        if self.phases():
-            return self.loss_for_phase(0, [], model, batch)
+        if phases := self.phases():
+            return self.loss_for_optimizer(phases[0], model, batch)
         x, y, weights = self._keras_batch(batch, True)
         rows, all_rows = count_rows(batch), step_rows.get()
         result: KerasPass = model(x, y, weights, with_loss=True, factor=(all_rows or 1) / rows)

@@ -265,7 +265,7 @@ def test_another_process_ends_with_the_chief_or_without_the_folder_of_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, message: str
 ) -> None:
     sent = json.dumps({"path": str(tmp_path / "run"), "course": {}}) if line is None else line
-    monkeypatch.setenv("TF_CONFIG", tf_config(index=1))
+    monkeypatch.setenv("TF_CONFIG", tf_config(index=1, ps=[]))
     group = Group(TFConfigClusterResolver().machines, receive=lambda: sent)
     monkeypatch.setattr(strategies, "_groups", [group])
     with MultiWorkerMirroredStrategy(workers=2).scope():
