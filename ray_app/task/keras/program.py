@@ -165,7 +165,8 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
         if {"train_step", "test_step"} & set(names):
             steps = _build_steps(program, sample())
             if steps.phases:
-                facts = facts._replace(means=[], carried=[*steps.carried], left_out=[*steps.left_out])
+                states = [*steps.carried], [*steps.left_out]
+                facts = library.BatchFacts([], *states, facts.reductions, facts.is_by_batch, facts.kept)
         return KerasModule(program, settings, expands_targets, facts, steps)
 
 
