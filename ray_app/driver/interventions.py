@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from math import nan
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.strategies import list_strategies
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import read_scores
-from ray_app.runlog.history import means
+from ray_app.runlog.history import RunningMeans, means
 from ray_app.runlog.journal import RecordReader, StepRecord
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.interventions import EpochEnd, Intervener, Intervention
@@ -65,7 +64,7 @@ class Answers:
         self._is_first = True
         self._polled_s = 0.0
         # The means of the epoch, in the process that trains.
-        self._running: _RunningMeans | None = None
+        self._running: RunningMeans | None = None
 
     def poll(self) -> None:
         """Answers what is asked; looks at a bucket only as often as it suits it."""
@@ -82,7 +81,7 @@ class Answers:
         number = (record.step - 1) % self._job.steps_per_epoch
         if self._running is None:
             # An epoch that was interrupted goes on.
-            self._running = _RunningMeans()
+            self._running = RunningMeans()
             for earlier in RecordReader(self._job.paths).first_records() if number else ():
                 if record.step - number <= earlier.step < record.step:
                     self._running.add(earlier)
@@ -127,7 +126,7 @@ class Answers:
             epochs=job.config.train.epochs,
             steps_per_epoch=every,
             lr=records[-1].lr if records else float(job.config.optimizer.init_args.get("lr", 0.0)),
-            batches=[] if is_live else list(map(_RunningMeans().add, records)),
+            batches=[] if is_live else list(map(RunningMeans().add, records)),
             logs=means(records) if records else {},
             scores=next((e.metrics for e in read_scores(job.paths) if e.step == step), None),
             eval_batches=-(-job.evaluation.manifest.num_rows // job.config.evaluate.batch_size)
@@ -139,19 +138,3 @@ class Answers:
             has_ended=step in intervened_steps(job.paths),
             before=before,
         )
-
-
-class _RunningMeans:
-    """The means of loss and metrics from the beginning of an epoch on, as Keras reports them while it lasts."""
-
-    def __init__(self) -> None:
-        self._sums, self._weights = dict[str, float](), dict[str, float]()
-
-    def add(self, record: StepRecord) -> dict[str, float]:
-        """Returns the means up to a step, which is added."""
-        for name, value in {"loss": record.loss, **record.metrics}.items():
-            # A value over the epoch so far replaces the one before.
-            is_running = name in record.running
-            self._sums[name] = value * record.over + (0.0 if is_running else self._sums.get(name, 0.0))
-            self._weights[name] = record.over + (0.0 if is_running else self._weights.get(name, 0.0))
-        return {name: total / self._weights[name] if self._weights[name] else nan for name, total in self._sums.items()}

@@ -254,6 +254,11 @@ def _replicas_of(devices: list[str] | None) -> tuple[int, dict[str, Any]]:
 def _replicas_on(resolver: Any, workers: int | None, *kinds: str) -> tuple[int, dict[str, Any], Group | None]:
     """Returns the number of replicas on machines with tasks of some types, fields of the chief, and the connection."""
     tasks = resolver.cluster_spec().as_dict()
+    if tasks.get("ps") and "chief" in kinds:
+        raise ConfigError(
+            "TF_CONFIG has tasks of the type ps, and MultiWorkerMirroredStrategy has no parameter servers. Use"
+            " ParameterServerStrategy, or leave ps out of the cluster in every process."
+        )
     count = sum(len(tasks.get(kind, [])) for kind in kinds)
     if (group := join_group(resolver)) is None:
         return workers or _count_cluster_devices(count), {}, None

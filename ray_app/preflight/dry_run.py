@@ -139,7 +139,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     state.train()
     trained_on = user_code(lambda: "training on two rows")
     with (
-        check_forward(state.model, config.optimizers is not None),
+        check_forward(state.model, config.optimizers is not None, task.moving_parameters(state.model)),
         trained_on,
         _recording_kernels(config, config.scaling.worker_gpus) as gpus,
     ):

@@ -10,7 +10,7 @@ have operations that PyTorch replaces in deterministic mode, such as bilinear in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -34,12 +34,13 @@ _CHUNK_VALUES = 1 << 20
 
 
 @contextmanager
-def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
+def check_forward(model: nn.Module, in_turns: bool, moving: Sequence[Tensor] = ()) -> Iterator[None]:
     """Checks that a training forward in the block does not change the model in ways that a checkpoint cannot store.
 
     Args:
         model: The model that is trained.
         in_turns: Whether optimizers alternate, each of which sets the parameters that are trained.
+        moving: The parameters that the forward may change.
 
     Raises:
         ConfigError: The forward replaces a parameter or a buffer by another tensor; changes a shape, a parameter, a
@@ -54,7 +55,8 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
     # A tied tensor may be saved under another name.
     saved_ids = {id(value) for value in saved.values()}
     unsaved_buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if id(tensor) not in saved_ids}
-    checksums, flags = _parameter_checksums(model), {name: p.requires_grad for name, p in model.named_parameters()}
+    checksums = _parameter_checksums(model, moving)
+    flags = {name: p.requires_grad for name, p in model.named_parameters()}
     without_gradient = [p for p in model.parameters() if p.grad is None]
     yield
     now: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -74,7 +76,7 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
                 f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has"
                 " it: a run that goes on would have lost it. Register it with persistent=True."
             )
-    if changed := [name for name, checksum in _parameter_checksums(model).items() if checksum != checksums[name]]:
+    if changed := [name for name, sum_ in _parameter_checksums(model, moving).items() if sum_ != checksums[name]]:
         raise ConfigError(
             f"The forward of training changes the parameter {changed[0]}. A worker that runs several logical workers"
             " would change it several times in a step. What moves by itself (a momentum encoder, an average) is moved"
@@ -93,9 +95,10 @@ def check_forward(model: nn.Module, in_turns: bool) -> Iterator[None]:
         )
 
 
-def _parameter_checksums(model: nn.Module) -> dict[str, int]:
-    """Returns a checksum of each parameter by name. It is computed in parts, since the sum copies what it adds."""
-    parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in model.named_parameters())
+def _parameter_checksums(model: nn.Module, moving: Sequence[Tensor]) -> dict[str, int]:
+    """Returns a checksum of each other parameter by name, computed in parts, since the sum copies what it adds."""
+    others = ((name, p) for name, p in model.named_parameters() if all(p is not one for one in moving))
+    parts = ((name, p.detach().reshape(-1).split(_CHUNK_VALUES)) for name, p in others)
     return {name: sum(int(checksum(part, 0)) for part in chunks) for name, chunks in parts}
 
 

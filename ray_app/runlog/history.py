@@ -210,21 +210,33 @@ def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float
     return [round(times[next_] - t, 3) for t in sorted(lost_times) if (next_ := bisect_right(times, t)) < len(times)]
 
 
+class RunningMeans:
+    """Means of loss and metrics, weighted by `StepRecord.over`; of `StepRecord.running` the last values."""
+
+    def __init__(self) -> None:
+        # Of each name the sum, the weight, and the value of a single step, which value * weight / weight may differ
+        # from in its last bit.
+        self._parts = dict[str, tuple[float, float, float | None]]()
+
+    def add(self, record: StepRecord) -> dict[str, float]:
+        """Returns the means up to a step, which is added."""
+        for name, value in {"loss": record.loss, **record.metrics}.items():
+            is_running = name in record.running
+            total, over, _ = (0.0, 0.0, None) if is_running else self._parts.get(name, (0.0, 0.0, None))
+            single = value if is_running or not over else None
+            self._parts[name] = total + value * record.over, over + (1.0 if is_running else record.over), single
+        return {
+            name: math.nan if not over else total / over if single is None else single
+            for name, (total, over, single) in self._parts.items()
+        }
+
+
 def means(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Returns means over some steps, weighted by `StepRecord.over`, and the last values of `StepRecord.running`."""
-    averages: dict[str, float] = {}
-    for name in dict.fromkeys(["loss", *(name for record in records for name in record.metrics)]):
-        values = [
-            (r.loss if name == "loss" else r.metrics[name], r.over)
-            for r in records
-            if name == "loss" or name in r.metrics
-        ]
-        over = sum(weight for _, weight in values)
-        averages[name] = sum(value * weight for value, weight in values) / over if over else math.nan
-        # value * weight / weight may differ from the value in its last bit.
-        if len(values) == 1 and over:
-            averages[name] = values[0][0]
-    return averages | {name: record.metrics[name] for record in records for name in record.running}
+    """Returns the means over some steps, see `RunningMeans`."""
+    running, values = RunningMeans(), {"loss": math.nan}
+    for record in records:
+        values = running.add(record)
+    return values
 
 
 def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -43,6 +44,8 @@ Rows = dict[str, Any]
 """Rows as read, by column: NumPy arrays of numbers or arrays, `Ragged` lists of numbers, lists of `bytes` or `str`."""
 WeightUpdate = list[tuple[nn.Parameter, Tensor, Tensor]]
 """Parameters that a phase of a step has updated, each with its value before and after the phase."""
+step_updates: ContextVar[Sequence[WeightUpdate]] = ContextVar("step_updates", default=())
+"""The changes of the phases before the present one of a step, for `Task.loss_for_optimizer` of a task with phases."""
 _NUMERIC_KINDS = ("number", "integer", "array", "list")
 _MIN_UNIT_VALUES = 100_000
 """A module with fewer parameters is not worth an all-gather of its own."""
@@ -284,14 +287,17 @@ class Task(ABC):
         del model
         return self.loss(outputs, batch)
 
-    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+    def running_metrics(
+        self, total: list[float], states: Sequence[Any], is_first: bool
+    ) -> tuple[list[float], dict[str, float]]:
         """Returns the states of metrics over the rows of an epoch so far, and these metrics by name.
 
         Every worker calls it after a step in which `training_loss` has returned `Losses.states`.
 
         Args:
-            total: The states that the step before has returned; empty in the first step of an epoch.
+            total: The states that the step before has returned; empty in the first step.
             states: The states of each logical worker with rows, in the order of the logical workers.
+            is_first: Whether the step is the first one of its epoch.
         """
         raise NotImplementedError
 
@@ -301,9 +307,10 @@ class Task(ABC):
         Not overridden: those of `training_loss`.
 
         Args:
-            turn: The name of the optimizer that this step updates; only its parameters get gradients.
-            model: The model.
-            batch: The training batch.
+            turn: The name of the optimizer that this step, or phase, updates; only its parameters get gradients.
+            model: The model; in a phase its parameters are those that the phases before have left (`step_updates`), and
+                have to be afterwards.
+            batch: The training batch, the same in all phases.
         """
         del turn
         return self.training_loss(model, batch)
@@ -316,18 +323,14 @@ class Task(ABC):
         """Returns the names of the `optimizers` in the order in which each step uses them; [] if steps take turns."""
         return []
 
-    def loss_for_phase(
-        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
-    ) -> Tensor | Losses:
-        """Returns the losses of a training batch for a phase of a step.
+    def moving_parameters(self, model: nn.Module) -> list[Tensor]:
+        """Returns the parameters that a forward of training writes, alike for all rows, before it uses them.
 
-        Args:
-            phase: Its number, an index of `phases`; only the parameters of its optimizer get gradients.
-            updates: The changes of the phases before.
-            model: The model; its parameters are those that the phases before have left, and have to be afterwards.
-            batch: The training batch, the same in all phases.
+        As with buffers, every logical worker begins a step with the same values, and the optimizer moves the ones that
+        logical worker 0 has written.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no phases")
+        del model
+        return []
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Updates the parameters by the gradients in their `.grad`, those of the global batch, equal on all workers.

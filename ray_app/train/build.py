@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ray_app.config.config import Config
 from ray_app.config.import_paths import load_class
@@ -21,8 +21,7 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.reducer import GradientReducer
 from ray_app.reduction.world import World
-from ray_app.task.base import Batch, Task
-from ray_app.task.losses import Losses
+from ray_app.task.base import Task
 from ray_app.train.job import Job
 from ray_app.train.membership import Phase
 from ray_app.train.state.state import TrainingState
@@ -90,16 +89,11 @@ def build_step(
     elif train.capture:
         make_passes = partial(CudaGraphs, make_graph_backend(device))
     turns = state.turns
-    buffers = ReplicaBuffers(state.model, world, turns is not None and bool(turns.phases))
-
-    def phase_loss(model: nn.Module, batch: Batch) -> Tensor | Losses:
-        assert turns is not None, "only optimizers of a step have phases"
-        return job.task.loss_for_phase(turns.phase, turns.updates, model, batch)
+    moving = job.task.moving_parameters(state.model)
+    buffers = ReplicaBuffers(state.model, world, turns is not None and bool(turns.phases), moving)
 
     def make_step(turn: str | None = None) -> Step:
-        loss: Callable[[nn.Module, Batch], Tensor | Losses] | None = None
-        if turns is not None and turn is not None:
-            loss = phase_loss if turns.phases else partial(job.task.loss_for_optimizer, turn)
+        loss = None if turn is None else partial(job.task.loss_for_optimizer, turn)
         passes = make_passes(job.config, job.task, device, state.model, state.scale, loss)
         reducer = build_reducer(train, state.model, world)
         sdc = None

@@ -24,12 +24,8 @@ ROWS, VALIDATION_ROWS = 24, 10
 FEATURES, CLASSES = 6, 3
 LENGTH, WORDS = 5, 9
 
-REFUSALS = ("is a sum over a batch", "changes the parameter spectral_normalization/")
-"""Texts of refusals that are right.
-
-The loss of a run depends on no division of a batch. `SpectralNormalization` changes its weight in each forward pass, of
-which several workers make several in a step, so that the weight would depend on their number.
-"""
+REFUSALS = ("is a sum over a batch",)
+"""Texts of refusals that are right: the loss of a run depends on no division of a batch."""
 
 
 class Power(keras.losses.Loss):  # type: ignore[name-defined]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ray_app.keras import History, fit
 from ray_app.task.keras.library import import_keras, program_session
@@ -19,6 +20,7 @@ RTOL, ATOL = 1e-5, 1e-6
 def get_twice(function: Callable[[], Any]) -> list[Any]:
     """Returns a model and another one with the same names and weights."""
     models = []
+    torch.manual_seed(0)
     for _ in range(2):
         with program_session(None):
             models.append(function())

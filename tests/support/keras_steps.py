@@ -66,7 +66,13 @@ class Gan(keras.Model):
         super().__init__()
         self.rounds = rounds
         self.discriminator = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(8), layers.LeakyReLU(0.2), layers.BatchNormalization(), layers.Dense(1)]
+            [
+                keras.Input((6,)),
+                layers.SpectralNormalization(layers.Dense(8)),
+                layers.LeakyReLU(0.2),
+                layers.BatchNormalization(),
+                layers.Dense(1),
+            ]
         )
         self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(8, "relu"), layers.Dense(6)])
         self.built = True
@@ -177,10 +183,11 @@ class ContrastiveKeras(keras.Model):
         self.contrastive_mean = keras.metrics.Mean(name="c_loss")
         self.probe_mean = keras.metrics.Mean(name="p_loss")
         self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
+        self.area = keras.metrics.AUC(name="area", from_logits=True)
 
     @property
     def metrics(self) -> list[Any]:
-        return [self.contrastive_mean, self.probe_mean, self.accuracy]
+        return [self.contrastive_mean, self.probe_mean, self.accuracy, self.area]
 
     def contrast(self, one: Any, other: Any) -> Any:
         similarities = ops.matmul(ops.normalize(one, axis=1), ops.transpose(ops.normalize(other, axis=1))) / 0.1
@@ -209,6 +216,7 @@ class ContrastiveKeras(keras.Model):
             self.probe_optimizer.apply([weight.value.grad for weight in weights], weights)
         self.probe_mean.update_state(probe_loss)
         self.accuracy.update_state(y, logits)
+        self.area.update_state(ops.one_hot(y, 3), logits)
         return {metric.name: metric.result() for metric in self.metrics}
 
     def test_step(self, data: Any) -> dict[str, Any]:
@@ -216,6 +224,7 @@ class ContrastiveKeras(keras.Model):
         logits = self.probe(self.encoder(x, training=False))
         self.probe_mean.update_state(self.probe_loss(y, logits))
         self.accuracy.update_state(y, logits)
+        self.area.update_state(ops.one_hot(y, 3), logits)
         return {metric.name: metric.result() for metric in self.metrics[1:]}
 
 

@@ -28,12 +28,6 @@ FAILURES = {
         "a callback changes a weight between two steps, which workers would not do alike"
     ),
     **{
-        f"trainer_test::test_steps_per_epoch_match_multi_epoch_{mode}": (
-            "a metric whose reset_state does nothing goes on over epochs; a run counts each epoch anew"
-        )
-        for mode in ("eager", "non_jit", "jit")
-    },
-    **{
         f"trainer_test::test_steps_per_epoch_not_match_too_low_{mode}": (
             "epochs of 9 and 1 steps, as rows are left; epochs of a run have equal numbers of steps"
         )

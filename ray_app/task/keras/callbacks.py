@@ -143,6 +143,7 @@ class CallbackRunner:
         self._first_iteration = 0
         self._before: list[Any] = []
         self._eval_batches = 0
+        self._rate: float | None = None
 
     def __call__(self, end: EpochEnd) -> Intervention:
         """Calls the callbacks; see `Intervener`."""
@@ -172,6 +173,7 @@ class CallbackRunner:
         if model is not trained and end.parameters:
             copy_weights(trained, model)
         library.begin_epoch(model, end.lr, self._first_iteration + end.step)
+        self._rate = library.current_rate(model)
         if self._list is None:
             self._begin(model, end)
         return self._module, model
@@ -179,7 +181,6 @@ class CallbackRunner:
     def _call(self, end: EpochEnd) -> Intervention:
         module, model = self._bring(end)
         trained = module.saved_program()
-        rate = library.current_rate(model)
         epoch = self._epoch = self._first_epoch + end.epoch - 1
         logs: dict[str, float] = {}
         lengths = {name: len(values) for name, values in self._history.history.items()}
@@ -215,7 +216,7 @@ class CallbackRunner:
         state, arrays = _pack(self._callbacks)
         more = {name: value for name, value in newest.items() if name not in logs and isinstance(value, float)}
         new_rate = library.current_rate(model)
-        new_rate = new_rate if new_rate != rate else None
+        new_rate = new_rate if new_rate != self._rate else None
         return Intervention(stops, end.is_last, new_rate, parameters, more, state, arrays)
 
     def at_batch(self, number: int, logs: Mapping[str, float]) -> bool:
@@ -272,6 +273,7 @@ class CallbackRunner:
             # What they did when training began is in the state of the run.
             if not _are_equal(before, model.get_weights()):
                 model.set_weights(before)
+            library.begin_epoch(model, end.lr, self._first_iteration + end.step)
             _unpack(self._callbacks, end.before)
 
     def _repeat_batches(self, batches: Sequence[Mapping[str, float]]) -> None:

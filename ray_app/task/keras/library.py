@@ -6,14 +6,17 @@ user's program, and `import_keras` refuses a process in which Keras runs on anot
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -190,6 +193,12 @@ def trained_weights(program: Any) -> list[Any]:
     return [variable for variable, is_parameter in weights_of(program) if is_parameter and variable.trainable]
 
 
+def normalized_kernels(program: Any) -> list[Any]:
+    """Returns the variables of a model that its layers of spectral normalization write in each call of training."""
+    kind = import_keras().layers.SpectralNormalization
+    return [layer.kernel for layer in program._flatten_layers() if isinstance(layer, kind)]
+
+
 def optimized_variables(optimizer: Any) -> list[Any]:
     """Returns the variables that an optimizer was built with."""
     return list(optimizer._trainable_variables)
@@ -309,6 +318,7 @@ class BatchFacts(NamedTuple):
         left_out: The remaining ones.
         reductions: How the losses of `compile` reduce their numbers, see `noted_losses`.
         is_by_batch: Whether a loss or a mean may be another number for all rows than for batches of them.
+        kept: The metrics that `reset_state` leaves as they are, which go on over epochs.
     """
 
     means: list[str]
@@ -316,9 +326,10 @@ class BatchFacts(NamedTuple):
     left_out: list[str]
     reductions: list[str]
     is_by_batch: bool
+    kept: list[str]
 
 
-def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFacts:
+def measure_batch(program: Any, rows: int, update: Callable[[], Any], kept: Sequence[str] = ()) -> BatchFacts:
     """Returns the facts of a model; `update` gives it, its losses and metrics a batch, and returns the outputs."""
     keras = import_keras()
     from keras.src.backend import get_keras_mask
@@ -333,18 +344,50 @@ def measure_batch(program: Any, rows: int, update: Callable[[], Any]) -> BatchFa
     # Weights and masks are others in each part of a batch.
     has_mask = any(get_keras_mask(tensor) is not None for tensor in keras.tree.flatten(outputs))
     count = -1 if has_mask or "weights" in reductions else rows
-    means = [name for name, m in metrics.items() if m in compiled and is_mean(m) and float(m.count) == count]
-    once = {name: flat_states(m) for name, m in metrics.items() if m.variables and name not in means}
+    means = [
+        name for name, m in metrics.items() if m in compiled and name not in kept and is_mean(m) and m.count == count
+    ]
+    first = {name: flat_states(m) for name, m in metrics.items() if m.variables}
+    once = {name: states for name, states in first.items() if name not in means}
     scalars = [m for m in metrics.values() if isinstance(m, keras.metrics.Mean) and (not is_mean(m) or m.count == 1)]
     update()
-    added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
-    carried = [
-        name for name in added if len(once[name]) <= _MAX_STATES and np.prod(np.shape(metrics[name].result())) == 1
-    ]
+    added, carried = added_metrics(metrics, once)
     names = ("compute_loss", "compute_metrics")
     is_own = any(getattr(type(program), name) is not getattr(keras.Model, name) for name in names)
     is_by_batch = len(added) == len(once) and bool(is_own or scalars or {*reductions} - {"rows"})
-    return BatchFacts(means, carried, [name for name in once if name not in carried], reductions, is_by_batch)
+    if not kept and (kept := _reset_kept(metrics, first)):
+        return measure_batch(program, rows, update, kept)
+    left_out = [name for name in once if name not in carried]
+    return BatchFacts(means, carried, left_out, reductions, is_by_batch, [*kept])
+
+
+def added_metrics(metrics: Mapping[str, Any], once: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """Returns the names of metrics that can be put together from parts of the rows; and of these those with one value.
+
+    Args:
+        metrics: The metrics after two updates with the same batch.
+        once: Their states after the first one.
+    """
+    added = [n for n, one in once.items() if is_merged(metrics[n]) or torch.allclose(flat_states(metrics[n]), 2 * one)]
+    is_single = {name: np.prod(np.shape(metrics[name].result())) == 1 for name in added}
+    return added, [name for name in added if len(once[name]) <= _MAX_STATES and is_single[name]]
+
+
+def _reset_kept(metrics: Mapping[str, Any], first: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of metrics that their own `reset_state` leaves as they are, and gives them one that resets.
+
+    Args:
+        metrics: The metrics after a second update.
+        first: Their states after the first one.
+    """
+    kept = list[str]()
+    for name, states in first.items():
+        metric, second = metrics[name], flat_states(metrics[name])
+        metric.reset_state()
+        if not torch.equal(second, states) and torch.equal(flat_states(metric), second):
+            kept.append(name)
+            vars(metric)["reset_state"] = partial(import_keras().metrics.Metric.reset_state, metric)
+    return kept
 
 
 @contextmanager
@@ -450,11 +493,26 @@ def rate_source(optimizer: Any) -> Any:
     return optimizer._learning_rate
 
 
+def is_rate_set(optimizer: Any) -> bool:
+    """Returns whether the learning rate of an optimizer is a variable."""
+    return optimizer is not None and isinstance(rate_source(optimizer), import_keras().Variable)
+
+
+def rate_inputs(function: Any) -> list[str]:
+    """Returns what a function that gives a learning rate reads beside plain numbers, by its names."""
+    plain = int | float | ModuleType | FunctionType | BuiltinFunctionType | type
+    if not isinstance(function, FunctionType):
+        return [type(function).__name__]
+    variables = inspect.getclosurevars(function)
+    return [name for name, v in {**variables.globals, **variables.nonlocals}.items() if not isinstance(v, plain)]
+
+
 def current_rate(program: Any) -> float | None:
-    """Returns the learning rate of a model's optimizer; None if a schedule or a function gives it."""
+    """Returns the learning rate of a model's optimizer; None if a schedule gives it."""
     optimizer = program.optimizer
-    is_set = optimizer is not None and isinstance(rate_source(optimizer), import_keras().Variable)
-    return float(optimizer.learning_rate) if is_set else None
+    schedule = import_keras().optimizers.schedules.LearningRateSchedule
+    is_fixed = optimizer is not None and not isinstance(rate_source(optimizer), schedule)
+    return float(optimizer.learning_rate) if is_fixed else None
 
 
 def weight_versions(program: Any) -> list[int]:
@@ -464,7 +522,7 @@ def weight_versions(program: Any) -> list[int]:
 
 def begin_epoch(program: Any, rate: float, steps: int) -> None:
     """Gives a model's optimizer the learning rate of a run, unless it has a schedule, and the number of its steps."""
-    if current_rate(program) is not None:
+    if is_rate_set(program.optimizer):
         program.optimizer.learning_rate = rate
     if program.optimizer is not None:
         step_counter(inner_optimizer(program.optimizer)).assign(steps)

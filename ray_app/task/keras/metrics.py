@@ -7,7 +7,7 @@ torchmetrics metric here, so that an evaluation combines, shares and resamples t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,17 +68,22 @@ class KerasMetric(Metric):
         return {k: _plain(v) for k, v in result.items()} if isinstance(result, dict) else _plain(result)
 
 
-def add_states(metrics: Mapping[str, Any], parts: Sequence[Sequence[float]]) -> tuple[list[float], dict[str, float]]:
+def add_states(
+    metrics: Mapping[str, Any], before: Sequence[float], parts: Sequence[Sequence[float]], begun: Collection[str]
+) -> tuple[list[float], dict[str, float]]:
     """Returns the states of metrics over parts of the rows, in their order, and the metrics with one number by name.
 
     Args:
         metrics: The metrics of Keras.
+        before: The states over earlier rows; empty before the first ones.
         parts: In each part the states of all metrics, see `library.flat_states`.
+        begun: The names of the metrics that begin with these parts, without earlier rows.
     """
-    table, sizes = torch.tensor(parts, dtype=torch.float64), [library.flat_states(m).numel() for m in metrics.values()]
+    table = torch.tensor([*filter(None, [before]), *parts], dtype=torch.float64)
+    sizes = [library.flat_states(m).numel() for m in metrics.values()]
     totals, values = list[Tensor](), dict[str, Any]()
     for (name, metric), columns in zip(metrics.items(), table.split(sizes, 1), strict=True):
-        total, result = _combine(metric, columns.unbind())
+        total, result = _combine(metric, columns[bool(before) and name in begun :].unbind())
         totals.append(total)
         values |= result if isinstance(result, dict) else {name: result}
     numbers = {name: _plain(value) for name, value in values.items() if name not in STEP_METRICS}

@@ -32,7 +32,7 @@ _LOSS = "loss"
 _PLACEHOLDER = "no_weight"
 """The name of the parameter of a model without weights to train."""
 _KERAS_STEPS = OwnSteps()
-NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False)
+NO_FACTS = BatchFacts([], [], [], [], is_by_batch=False, kept=[])
 """The facts of a model that computes its loss in a step of its own."""
 
 
@@ -230,10 +230,11 @@ class KerasModule(nn.Module):
 
     def train_step(
         self, x: Any, y: Any, weights: Any, phase: int, updates: Sequence[WeightUpdate]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Runs a phase of the program's own `train_step`; returns its loss and the means over rows that it returns.
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
+        """Runs a phase of the program's own `train_step`; returns its loss, the means over rows, and states.
 
-        See `Task.loss_for_phase`. The loss is 0 before the last phase, and where the program returns none.
+        The loss is 0 before the last phase, and where the program returns none. The states are those of
+        `OwnSteps.carried` after the last phase.
         """
         self._bind()
         program = self.program
@@ -255,7 +256,10 @@ class KerasModule(nn.Module):
         trained = [parameter_of[id(variable)] for variable, _ in gradients]
         loss = HandOver.apply(logs.pop(_LOSS, torch.zeros((), device=self.device)), [g for _, g in gradients], *trained)
         metrics = dict(library.compiled_metrics(program))
-        return loss, {k: v for k, v in logs.items() if k not in metrics or library.is_mean(metrics[k])}
+        means = {k: v for k, v in logs.items() if k not in metrics or library.is_mean(metrics[k])}
+        is_last = self.steps.carried and phase == len(self.steps.phases) - 1
+        states = torch.cat([library.flat_states(metrics[k]) for k in self.steps.carried]) if is_last else None
+        return loss, means, states
 
     def test_step(self, x: Any, y: Any, weights: Any) -> Evaluated:
         """Runs the program's own `test_step`; returns its loss, its other means, and the states of its metrics."""
@@ -337,6 +341,11 @@ class KerasModule(nn.Module):
                     library.bind_tensor(variable, tensor)
 
         return take_back
+
+    def moving_parameters(self) -> list[Tensor]:
+        """Returns the parameters that a call of training writes, see `Task.moving_parameters`."""
+        kernels = {id(variable) for variable in library.normalized_kernels(self.program)}
+        return [self.get_parameter(name) for name, variable in self._variables.items() if id(variable) in kernels]
 
     def trained_variables(self) -> dict[str, Any]:
         """Returns the variables that an optimizer trains, by the names of their parameters."""

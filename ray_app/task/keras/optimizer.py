@@ -136,10 +136,13 @@ def _refuse_features(optimizer: Any) -> None:
     keras = library.import_keras()
     name = type(optimizer).__name__
     source = library.rate_source(optimizer)
-    if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
+    if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule) and (
+        (inputs := library.rate_inputs(source)) or float(optimizer.learning_rate) != float(optimizer.learning_rate)
+    ):
         raise ConfigError(
-            f"The learning rate of {name} is a function, which no configuration holds. Write a"
-            " keras.optimizers.schedules.LearningRateSchedule, which is called with the number of the step."
+            f"The learning rate of {name} is a function of {', '.join(inputs) or 'its calls'}, which changes unseen by"
+            " the workers. Let it read numbers alone, or write a keras.optimizers.schedules.LearningRateSchedule, which"
+            " is called with the number of the step."
         )
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise ConfigError(
@@ -437,7 +440,7 @@ def restore_optimizer(
             values = state["state"].get(part[number or 0][0], {}).get(name)
             if values is not None and values.shape == variable.shape:
                 variable.assign(values)
-        if isinstance(library.rate_source(optimizer), library.import_keras().Variable):
+        if library.is_rate_set(optimizer):
             optimizer.learning_rate = part[0][1]
 
 

@@ -164,6 +164,9 @@ def build_program(spec: Spec, settings: library.Settings, sample: Callable[[], l
                 expands_targets, facts = _build(program, sample())
         if {"train_step", "test_step"} & set(names):
             steps = _build_steps(program, sample())
+            if steps.phases:
+                states = [*steps.carried], [*steps.left_out]
+                facts = library.BatchFacts([], *states, facts.reductions, facts.is_by_batch, facts.kept)
         return KerasModule(program, settings, expands_targets, facts, steps)
 
 

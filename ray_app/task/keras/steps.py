@@ -46,11 +46,15 @@ class OwnSteps(NamedTuple):
         phases: The phases of `train_step`; empty for that of Keras.
         train_logs: The names of the values that `train_step` returns; None for that of Keras.
         test_logs: The names of the values that `test_step` returns; None for that of Keras.
+        carried: The metrics that `train_step` returns of which states can be added, see `library.BatchFacts`.
+        left_out: The others that are no means.
     """
 
     phases: Sequence[StepPhase] = ()
     train_logs: list[str] | None = None
     test_logs: list[str] | None = None
+    carried: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 class _PhaseEnd(BaseException):
@@ -100,8 +104,11 @@ def examine_steps(program: Any, data: Any) -> OwnSteps:
         program.reset_metrics()
         return OwnSteps(test_logs=test_logs)
     trained = library.trained_weights(program)
-    versions = {id(variable): tensor_version(library.tensor_of(variable)) for variable in trained}
-    for variable in trained:
+    # Spectral normalization writes weights alike in all workers.
+    moving = set(map(id, library.normalized_kernels(program)))
+    fixed = [variable for variable in trained if id(variable) not in moving]
+    versions = {id(variable): tensor_version(library.tensor_of(variable)) for variable in fixed}
+    for variable in fixed:
         vars(variable)["assign"] = lambda *_: _refuse(program, "assigns weights beside its optimizers")
     try:
         with _intercept(program, lambda *call: calls.append(call)):
@@ -115,6 +122,7 @@ def examine_steps(program: Any, data: Any) -> OwnSteps:
         moved = [v.path for v in trained if (now := tensor_version(library.tensor_of(v))) != versions.get(id(v), now)]
         if moved or _plain_attributes(program) != plain:
             _refuse(program, f"changes {moved or 'numbers in attributes'}, no part of a checkpoint")
+        carried, left_out = _carried_metrics(program, data, train_logs)
         remaining = list(phases)
 
         def remove_weights(*call: Any) -> None:
@@ -140,7 +148,29 @@ def examine_steps(program: Any, data: Any) -> OwnSteps:
                 tensor.copy_(value)
                 tensor.grad = None
         program.reset_metrics()
-    return OwnSteps(phases, train_logs, test_logs)
+    return OwnSteps(phases, train_logs, test_logs, carried, left_out)
+
+
+def _carried_metrics(program: Any, data: Any, logs: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns `carried` and `left_out` of `OwnSteps`, by two steps with the same random numbers."""
+    named = [(name, metric) for name, metric in library.compiled_metrics(program) if name in logs and metric.variables]
+    if not (metrics := {name: metric for name, metric in named if not library.is_mean(metric)}):
+        return [], []
+    program.reset_metrics()
+    states = {id(variable) for metric in program.metrics for variable in metric.variables}
+    variables = [*program.variables, library.global_seed_generator().state]
+    others = [library.tensor_of(variable) for variable in variables if id(variable) not in states]
+    values, once = [tensor.detach().clone() for tensor in others], dict[str, Tensor]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        with _intercept(program, lambda *_: None):
+            program.train_step(data)
+        with torch.no_grad():
+            for tensor, value in zip(others, values, strict=True):
+                tensor.copy_(value)
+        once = once or {name: library.flat_states(metric) for name, metric in metrics.items()}
+    carried = library.added_metrics(metrics, once)[1]
+    return carried, [name for name in metrics if name not in carried]
 
 
 def run_train_step(

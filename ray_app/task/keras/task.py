@@ -20,7 +20,7 @@ from ray_app.config.import_paths import load_class
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.annotations import MetricCollection
-from ray_app.task.base import Batch, WeightUpdate
+from ray_app.task.base import Batch, step_updates
 from ray_app.task.images import IMAGE
 from ray_app.task.interventions import Intervener
 from ray_app.task.keras import library, program
@@ -163,6 +163,7 @@ class KerasTask(BatchTask):
                 "train_logs": module.steps.train_logs,
                 "test_logs": module.steps.test_logs,
                 "loss_scale": library.loss_scale(module.program),
+                "moves": bool(module.moving_parameters()),
             }
             prepared.monitored = monitored_fields(self._make_callbacks()[0])
             if self.evaluate_average and not library.inner_optimizer(module.program.optimizer).use_ema:
@@ -192,9 +193,12 @@ class KerasTask(BatchTask):
                 bool(self.phases())
                 and (config.train.compile or bool(config.train.freeze) or config.train.precision == "fp16" or has_scale)
             ),
-            "A train_step of the model's own, and mixed_float16, need one state of all workers: use ddp or single.": (
-                (bool(self.phases()) or has_scale) and not traits.can_alternate_optimizers
+            "A train_step of the model's own, mixed_float16, and SpectralNormalization need one state of all workers:"
+            " use ddp or single.": (
+                (bool(self.phases()) or has_scale or self.compiled["moves"]) and not traits.can_alternate_optimizers
             ),
+            f"{', '.join(facts.kept)}: its reset_state resets nothing, so Keras adds validation rows to its training"
+            " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.eval_path),
             "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
                 metric is not None and config.data.eval_path is None
             ),
@@ -349,26 +353,26 @@ class KerasTask(BatchTask):
         """Returns the scale of the `LossScaleOptimizer` of the program, see `Task`."""
         return self.compiled.get("loss_scale")
 
+    def moving_parameters(self, model: nn.Module) -> list[Tensor]:
+        """Returns the kernels of spectral normalization, see `Task`: their division depends on no rows."""
+        return _module_of(model).moving_parameters()
+
     def phases(self) -> list[str]:
         """Returns the optimizers of the phases of the program's own `train_step`, see `Task`."""
         return [str(name) for name in self.compiled.get("phases", [])]
 
-    def loss_for_phase(
-        self, phase: int, updates: Sequence[WeightUpdate], model: nn.Module, batch: Batch
-    ) -> Tensor | Losses:
-        """Returns the loss of a phase of the program's own `train_step`, see `Task`."""
-        loss, means = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
-        rows = count_rows(batch)
-        return Losses(loss.expand(rows), metrics={name: value.expand(rows) for name, value in means.items()})
-
     def loss_for_optimizer(self, turn: str, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """Returns the loss of the first phase with an optimizer, as if the phases before changed nothing."""
-        return self.loss_for_phase(self.phases().index(turn), [], model, batch)
+        """Returns the loss of a phase of the program's own `train_step`; by default of the first with an optimizer."""
+        updates = step_updates.get()
+        phase = self.phases().index(turn, len(updates))
+        loss, means, states = _module_of(model).train_step(*self._keras_batch(batch, True), phase, updates)
+        rows = count_rows(batch)
+        return Losses(loss.expand(rows), None, {name: value.expand(rows) for name, value in means.items()}, states)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
         """Returns the mean loss of a micro-batch for each of its rows, with its metrics."""
-        if self.phases():
-            return self.loss_for_phase(0, [], model, batch)
+        if phases := self.phases():
+            return self.loss_for_optimizer(phases[0], model, batch)
         x, y, weights = self._keras_batch(batch, True)
         rows, all_rows = count_rows(batch), step_rows.get()
         result: KerasPass = model(x, y, weights, with_loss=True, factor=(all_rows or 1) / rows)
@@ -380,13 +384,16 @@ class KerasTask(BatchTask):
         share = result.weight.float() / rows
         return Losses((result.loss * share).expand(rows), share.expand(rows), metrics, states)
 
-    def running_metrics(self, total: list[float], states: Sequence[Any]) -> tuple[list[float], dict[str, float]]:
+    def running_metrics(
+        self, total: list[float], states: Sequence[Any], is_first: bool
+    ) -> tuple[list[float], dict[str, float]]:
         """Returns states and metrics of Keras over the rows of an epoch so far, see `Task.running_metrics`."""
         from ray_app.task.keras.metrics import add_states
 
-        metrics = dict(self.compiled_metrics())
+        metrics, facts = dict(self.compiled_metrics()), self._facts
+        carried = {name: metrics[name] for name in facts.carried}
         with user_code(lambda: "adding the states of metrics"):
-            return add_states({name: metrics[name] for name in self._facts.carried}, [*filter(None, [total]), *states])
+            return add_states(carried, total, states, set(carried) - set(facts.kept) if is_first else set())
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Evaluated:
         """Returns the loss of an evaluated batch, and the states of the metrics after it."""

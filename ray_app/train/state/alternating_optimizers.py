@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ray_app.config.import_paths import TurnSpec
 from ray_app.config.sections import ClassSpec
 from ray_app.errors import ConfigError, join_names
-from ray_app.task.base import WeightUpdate
 from ray_app.train.state.parameters import load_optimizer, match_names
 
 
@@ -51,7 +50,6 @@ class Turns(Optimizer):
 
     Attributes:
         phase: The number of the present phase.
-        updates: The changes of the earlier phases of the present step.
         parameters: The trained parameters of each optimizer, by the optimizer's name.
         optimizers: The optimizers by name.
 
@@ -69,7 +67,6 @@ class Turns(Optimizer):
         # `Optimizer.__init__` is not called: this object keeps no groups and no state besides those of the optimizers.
         self._specs, self._turn = specs, ""
         self.phases, self.phase = phases, 0
-        self.updates: list[WeightUpdate] = []
         trained = {name: p for name, p in named.items() if p.requires_grad}
         self.parameters: dict[str, list[nn.Parameter]] = {}
         self.optimizers: dict[str, Optimizer] = {}

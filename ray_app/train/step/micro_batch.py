@@ -58,13 +58,14 @@ class ReplicaBuffers:
         model: The model.
         world: The workers of the generation.
         has_phases: Whether several passes of a step start from the same buffers.
+        moving: Parameters that are treated like buffers, see `Task.moving_parameters`.
     """
 
-    def __init__(self, model: nn.Module, world: World, has_phases: bool = False) -> None:
+    def __init__(self, model: nn.Module, world: World, has_phases: bool = False, moving: Sequence[Tensor] = ()) -> None:
         self._world = world
         self._launch_guard = launch_guard(world)
         shared = world.logical_workers > 1 or has_phases
-        self._buffers = TensorGroup(list(model.buffers()) if shared else [])
+        self._buffers = TensorGroup([*model.buffers(), *(p.detach() for p in moving)] if shared else [])
         # Each buffer with the dictionary of its module and its name there, to notice that it was replaced.
         self._registered_buffers = [
             (module_buffers, name, buffer)

@@ -15,7 +15,7 @@ from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
 from ray_app.reduction.reducer import GradientReducer, scale_and_clip, total_norm
 from ray_app.reduction.world import World
-from ray_app.task.base import Task
+from ray_app.task.base import Task, WeightUpdate, step_updates
 from ray_app.task.losses import DeviceSums, LossSums, read_sums
 from ray_app.train.membership import Flags, Phase
 from ray_app.train.state.alternating_optimizers import Turns
@@ -123,7 +123,7 @@ class Step:
             self._skip_update(cursor, batches, sums, global_rows, result)
         if result.states:
             is_first, before = (self.state.step - 1) % self.epoch_steps == 0, self.state.metric_states
-            self.state.metric_states, running = self.task.running_metrics([] if is_first else before, result.states)
+            self.state.metric_states, running = self.task.running_metrics(before, result.states, is_first)
             result = result._replace(running=running)
         self.state.sync.send_replicas()
         return result
@@ -238,22 +238,24 @@ class TurnStep:
         turns = self._turns
         if not turns.phases:
             return self._steps[turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
-        snapshot = self._state.copy_to_host()
+        snapshot, updates = self._state.copy_to_host(), list[WeightUpdate]()
+        token = step_updates.set(updates)
         try:
             for phase in range(len(turns.phases)):
                 turn = turns.begin_step(self._state.step)
                 values = [p.detach().clone() for p in turns.parameters[turn]]
                 result = self._steps[turn].run(cursor, batches, global_rows, flags)
                 if phase < len(turns.phases) - 1:
+                    parameters = zip(turns.parameters[turn], values, strict=True)
+                    updates.append([(p, value, p.detach().clone()) for p, value in parameters])
                     # The last phase alone leaves its buffers: each computes the step from its start.
                     self._buffers.roll_back()
-                    parameters = zip(turns.parameters[turn], values, strict=True)
-                    turns.updates.append([(p, value, p.detach().clone()) for p, value in parameters])
         except Exception:
             self._state.load(snapshot)
             raise
         finally:
-            turns.phase, turns.updates = 0, []
+            turns.phase = 0
+            step_updates.reset(token)
         return result
 
     def close(self) -> None:

@@ -84,6 +84,21 @@ def test_the_processes_of_one_machine_have_the_history_and_the_weights_of_the_ch
     assert results[0]["loss"] == pytest.approx(results[0]["history"]["val_loss"][-1])
 
 
+def test_a_process_of_a_parameter_server_waits_beside_the_chief(tmp_path: Path) -> None:
+    cluster = {kind: [f"localhost:2{number}365"] for number, kind in enumerate(("chief", "worker", "ps"))}
+    program = PROGRAM.replace("MultiWorkerMirrored", "ParameterServer").replace('min_workers": 2', 'min_workers": 1')
+    files, processes = [tmp_path / kind for kind in cluster], []
+    for kind, file in zip(cluster, files, strict=True):
+        with file.open("w") as output:
+            command = [sys.executable, "-c", program, str(tmp_path / "runs"), str(tmp_path)]
+            environment = variables(cluster, kind, 0)
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+    results = read_results(processes, files)
+    assert [result["task"] for result in results] == [["chief", 0], ["worker", 0], ["ps", 0]]
+    train = read_config(RunPaths(Path(results[0]["path"]))).train
+    assert (train.strategy, train.servers, results[0]["replicas"]) == ("parameter_server", 1, 1)
+
+
 @pytest.fixture
 def namespaces() -> Iterator[Namespaces]:
     skip_unless_supported()

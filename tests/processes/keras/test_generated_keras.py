@@ -50,6 +50,7 @@ CHOICES: list[Program] = [
     {"body": "nested", "metrics": 1, "then": "compile"},
     {"target": "binary", "axis": True, "target type": "uint8", "then": "evaluate"},
     {"inputs": "tokens", "target": "per token", "weights": "column", "then": "evaluate"},
+    {"body": "spectral", "batch": 8, "epochs": 4, "validation": "data", "then": "fit"},
 ]
 
 
@@ -108,7 +109,7 @@ def test_a_generated_program_gives_what_keras_gives(choices: Program) -> None:
 
 
 def test_a_generated_program_has_the_same_bits_on_two_workers(worker_pool: WorkerPool) -> None:
-    for choices in CHOICES[1:3]:
+    for choices in [*CHOICES[1:3], CHOICES[-1]]:
         assert not worker_difference(worker_pool, SIMPLEST | choices)
 
 

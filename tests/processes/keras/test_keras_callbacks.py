@@ -115,6 +115,7 @@ CASES: dict[str, Callable[[Path], list[Any]]] = {
         callbacks.EarlyStopping("loss", baseline=0.1, start_from_epoch=2, patience=2)
     ],
     "rates": lambda folder: [callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2 if epoch else 0.01)],
+    "a rate at the start": lambda folder: [Starting()],
     "weights": lambda folder: [Shrinking(), Noted()],
     "lambdas": lambda folder: [callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(own=epoch * 1.0))],
     "files": lambda folder: [
@@ -216,6 +217,28 @@ def test_a_resume_from_an_older_checkpoint_repeats_the_decisions_and_asks_no_cal
     again = fit_here(tmp_path, get_model(), x, y, epochs=4, callbacks=[*decide_without_data(), noted], **options)
     assert again.result.summary["params_digest"] == whole.result.summary["params_digest"]
     assert [call[1] for call in noted.calls if call[0] == "epoch ends"] == [3], "the others have decided before"
+
+
+class Starting(callbacks.Callback):  # type: ignore[name-defined]
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.optimizer.learning_rate = 0.02
+
+
+def test_a_function_gives_the_rate_of_each_epoch(tmp_path: Path) -> None:
+    rate, (x, y) = 0.05, rows()
+
+    def halve(epoch: int, logs: Any) -> None:
+        nonlocal rate
+        rate /= 2
+
+    options = {"batch_size": ROWS, "epochs": 3, "callbacks": [callbacks.LambdaCallback(on_epoch_end=halve)]}
+    ours, theirs = get_model(), get_model()
+    for model in (ours, theirs):
+        model.compile(keras.optimizers.SGD(lambda: rate), "sparse_categorical_crossentropy")
+    fit_here(tmp_path, ours, x, y, **options)
+    rate = 0.05
+    theirs.fit(x, y, verbose=0, **options)
+    assert ours.get_weights()[0] == pytest.approx(theirs.get_weights()[0], 1e-4)
 
 
 def decide_without_data() -> list[Any]:

@@ -48,6 +48,11 @@ class Unmerged(Highest):
     merge_state = None
 
 
+class Endless(metrics.MeanSquaredError):  # type: ignore[name-defined]
+    def reset_state(self) -> None:
+        """Resets nothing."""
+
+
 class Tracked(keras.Model):  # type: ignore[name-defined]
     """Has trackers of its own, as the guides of Keras write them, one of them with the name of the loss."""
 
@@ -222,6 +227,17 @@ def test_the_states_of_an_epoch_begin_anew_and_last_over_its_steps(tmp_path: Pat
     records = history.result.metrics()
     assert [len(record.running) for record in records] == [5] * 9
     assert records[0].metrics["AUC"] != records[2].metrics["AUC"] == history.history["AUC"][0]
+
+
+def test_a_metric_that_resets_nothing_goes_on_over_epochs(tmp_path: Path) -> None:
+    """Validation rows would count in it, too."""
+
+    def program() -> Any:
+        return dense(metrics=[Endless(name="endless"), metrics.R2Score()])
+
+    fit_both(tmp_path, program, X, REAL, epochs=3, batch_size=20, shuffle=False)
+    with pytest.raises(ConfigError, match="its reset_state resets nothing"):
+        fit_both(tmp_path, program, X, REAL, validation_data=(X, REAL))
 
 
 def test_a_metric_without_a_value_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

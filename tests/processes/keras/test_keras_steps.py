@@ -12,38 +12,11 @@ import pytest
 import torch
 
 from ray_app.errors import ConfigError
-from ray_app.keras import History, fit
-from ray_app.task.keras.library import import_keras, program_session
 from tests.support import keras_steps
+from tests.support.keras_fits import ATOL, RTOL, check_equal_histories, fit_here, get_twice, keras
 
-keras = import_keras()
 optimizers = keras.optimizers
-RTOL, ATOL = 1e-5, 1e-6
-"""Tolerance of float32: the mean of a loss is the same sum, divided in another place."""
 ROWS = 40
-
-
-def get_twice(function: Callable[[], Any]) -> list[Any]:
-    """Returns a model and another one with the same names and weights."""
-    models = []
-    torch.manual_seed(0)
-    for _ in range(2):
-        with program_session(None):
-            models.append(function())
-    models[1].set_weights(models[0].get_weights())
-    return models
-
-
-def fit_here(folder: Path, model: Any, *arguments: Any, **options: Any) -> History:
-    """Calls `fit` without MLflow, with its run in a folder."""
-    fields = {"run.storage_path": str(folder), "tracking.enabled": False}
-    return fit(model, *arguments, verbose=0, fields=fields, **options)
-
-
-def check_equal(ours: History, theirs: Any) -> None:
-    assert set(ours.history) == set(theirs.history)
-    for name, values in ours.history.items():
-        np.testing.assert_allclose(values, theirs.history[name], RTOL, ATOL, err_msg=name)
 
 
 def check_equal_variables(ours: Any, theirs: Any) -> None:
@@ -66,6 +39,7 @@ class Scaled(optimizers.SGD):  # type: ignore[name-defined]
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Adam": lambda: optimizers.Adam(0.05),
     "a schedule": lambda: optimizers.Adam(optimizers.schedules.CosineDecay(0.1, 10)),
+    "a function": lambda: optimizers.Adam(lambda: 0.05),
     "a user's": lambda: Scaled(3.0),
     "names that are no paths": lambda: optimizers.Adafactor(0.05),
     "averaged weights": lambda: optimizers.Adam(0.05, use_ema=True, ema_momentum=0.9),
@@ -86,7 +60,7 @@ def test_a_second_fit_continues_with_the_optimizer_as_in_keras(tmp_path: Path, n
     ours, theirs = get_twice(get)
     for _ in range(2):
         history = fit_here(tmp_path, ours, x, 2 * x[:, :1], batch_size=ROWS, epochs=3)
-        check_equal(history, theirs.fit(x, 2 * x[:, :1], batch_size=ROWS, epochs=3, verbose=0))
+        check_equal_histories(history, theirs.fit(x, 2 * x[:, :1], batch_size=ROWS, epochs=3, verbose=0))
         for model in (ours, history.keras_model()):
             check_equal_variables(model.weights, theirs.weights)
             check_equal_variables(model.optimizer.variables, theirs.optimizer.variables)
@@ -128,7 +102,7 @@ def test_a_train_step_trains_as_in_keras(tmp_path: Path, name: str) -> None:
         history = fit_here(tmp_path, ours, *data, batch_size=ROWS, epochs=3, **evaluated)
         if name == "vae":
             evaluated = {"validation_data": x}
-        check_equal(history, theirs.fit(*data, batch_size=ROWS, epochs=3, verbose=0, **evaluated))
+        check_equal_histories(history, theirs.fit(*data, batch_size=ROWS, epochs=3, verbose=0, **evaluated))
         evaluated = {"validation_data": data} if evaluated else {}
         check_equal_variables(ours.weights, theirs.weights)
         for attribute in ("optimizer", "d_optimizer", "g_optimizer", "contrastive_optimizer", "probe_optimizer"):

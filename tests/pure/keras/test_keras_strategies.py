@@ -116,7 +116,11 @@ def test_all_gpus_of_the_machines_of_tf_config_are_replicas(monkeypatch: pytest.
 def test_each_task_of_tf_config_has_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"chief": (6, 0), "worker": (4, 0), "ps": (2, 0), "evaluator": (2, 0)}
     join_nodes(monkeypatch, tf_config("chief", **FORMED), sizes)
-    mirrored, servers = MultiWorkerMirroredStrategy(), ParameterServerStrategy()
+    servers = ParameterServerStrategy()
+    with pytest.raises(ConfigError, match="has no parameter servers"):
+        MultiWorkerMirroredStrategy()
+    join_nodes(monkeypatch, tf_config("chief", **FORMED | {"ps": []}), sizes)
+    mirrored = MultiWorkerMirroredStrategy()
     assert (mirrored.num_replicas_in_sync, servers.num_replicas_in_sync) == (4, 3)
     fields = servers.fields()
     assert {name: value for name, value in fields.items() if not name.startswith("scaling.m")} == {
@@ -211,7 +215,7 @@ def test_in_a_ray_cluster_only_one_process_of_tf_config_starts_the_program(
     monkeypatch.setenv("TF_CONFIG", value)
     monkeypatch.setenv("RAY_ADDRESS", "a:6379")
     with pytest.raises(ConfigError, match=message):
-        MultiWorkerMirroredStrategy()
+        ParameterServerStrategy()
 
 
 def test_what_a_custom_loop_calls_says_where_loops_are() -> None:
@@ -261,7 +265,7 @@ def test_another_process_ends_with_the_chief_or_without_the_folder_of_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, message: str
 ) -> None:
     sent = json.dumps({"path": str(tmp_path / "run"), "course": {}}) if line is None else line
-    monkeypatch.setenv("TF_CONFIG", tf_config(index=1))
+    monkeypatch.setenv("TF_CONFIG", tf_config(index=1, ps=[]))
     group = Group(TFConfigClusterResolver().machines, receive=lambda: sent)
     monkeypatch.setattr(strategies, "_groups", [group])
     with MultiWorkerMirroredStrategy(workers=2).scope():

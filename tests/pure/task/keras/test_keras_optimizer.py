@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import random
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,7 @@ from ray_app.train.state.parameters import group_parameters, load_optimizer
 keras = import_keras()
 schedules = keras.optimizers.schedules
 STEPS = 100
+RATES = [0.1]
 ABSTRACT = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 CLASSES = sorted(
     name for name, kind in vars(keras.optimizers).items() if inspect.isclass(kind) and name not in ABSTRACT
@@ -145,7 +147,8 @@ def test_weights_that_decay_leaves_alone_are_groups() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (lambda: keras.optimizers.Adam(lambda: 0.1), "LearningRateSchedule"),
+        (lambda: keras.optimizers.Adam(lambda: float(RATES[0])), "function of RATES"),
+        (lambda: keras.optimizers.Adam(lambda: 0.1 * random.random()), "function of its calls"),
     ],
 )
 def test_what_has_another_place_is_refused(optimizer: Any, words: str) -> None:
