@@ -146,7 +146,9 @@ class Ragged:
         shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
         import torch
 
-        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        from ray_app.devices import HOST
+
+        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=HOST)
         into = memory.numpy().view(dtype).reshape(shape)
         into[...] = self.fill
         if not len(index):

@@ -33,7 +33,7 @@ CEILINGS = {
     "ray_app/runlog": 2_278,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 11_251,
+    "ray_app/task": 11_253,
     "ray_app/track": 1_031,
     "ray_app/train": 10_365,
     "ray_app/watch": 1_186,
