@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_365,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_449,
-    "tests": 76_951,
+    "tests": 76_953,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

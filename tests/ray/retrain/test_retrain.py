@@ -296,6 +296,8 @@ def schedule(folder: Path, starts: list[list[tuple[list[str], str | None]]]) -> 
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1700, check=False
     )
+    # For a test that fails by an exit code.
+    print(done.stdout, done.stderr)
     assert done.returncode == 0, done.stdout + done.stderr
     ended = json.loads(done.stdout.splitlines()[-1])
     assert len(ended) == len(starts), done.stdout + done.stderr
