@@ -212,7 +212,7 @@ def fit(
         numbers = list(range(initial_epoch, initial_epoch + len(ended["loss"])))
         return History(ended, numbers, params, users_model, result)
     history = make_history(result, (initial_epoch, first_epoch), params, users_model, validation_freq)
-    history = replace(history, ends_with_average=not (runner and runner.has_last_word))
+    history = replace(history, ends_with_average=not (runner and runner.sets_final_weights))
     if strategy is not None and strategy.group is not None:
         course = {name: getattr(history, name) for name in ("history", "epoch", "params", "ends_with_average")}
         strategy.group.broadcast({"path": str(history.result.path), "course": course})

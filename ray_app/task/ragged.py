@@ -141,13 +141,13 @@ class Ragged:
 
     def padded(self, index: npt.NDArray[np.int64]) -> npt.NDArray:
         """Returns some rows, padded to the longest of them and at least to 1, shape (rows, length, ...)."""
-        lengths = self.lengths_of(index)
-        longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
-        shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
         import torch
 
         from ray_app.devices import HOST
 
+        lengths = self.lengths_of(index)
+        longest = -(-int(lengths.max(initial=1)) // self.multiple) * self.multiple
+        shape, dtype = (len(index), longest, *self.values.shape[1:]), self.values.dtype
         memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=HOST)
         into = memory.numpy().view(dtype).reshape(shape)
         into[...] = self.fill

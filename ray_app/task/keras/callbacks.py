@@ -135,8 +135,8 @@ class CallbackRunner:
         self._first_epoch, self._is_validated = first_epoch, is_validated
         keras = library.import_keras()
         self._history = keras.callbacks.History()
-        self.has_last_word = False
-        """Whether callbacks have set weights when training had ended, which an average of an optimizer is no more."""
+        self.sets_final_weights = False
+        """Whether a callback has set weights in `on_train_end`; an average of the optimizer must not replace them."""
         self._list: Any = None
         self._epoch, self._batch = first_epoch, 0
         self._module: KerasModule | None = None
@@ -200,7 +200,7 @@ class CallbackRunner:
         if end.is_last or stops:
             versions = library.weight_versions(model)
             self._list.on_train_end(logs)
-            self.has_last_word = library.weight_versions(model) != versions
+            self.sets_final_weights = library.weight_versions(model) != versions
         else:
             self._epoch, self._batch = epoch + 1, 0
             self._list.on_epoch_begin(epoch + 1)
@@ -241,7 +241,7 @@ class CallbackRunner:
         if self._module is None or not ends_at_nan(self._callbacks):
             return None
         facts, metrics = self._module.facts, library.compiled_metrics(self._module.program)
-        # The step was not made, so that nothing is known of its epoch.
+        # The optimizer did not apply the step, and the metrics of the epoch are unknown.
         logs = dict.fromkeys(sorted(["loss", *facts.means, *facts.carried]), math.nan)
         self._list.on_train_batch_end(self._batch, logs)
         if self._eval_batches and self._is_validated(self._epoch + 1):

@@ -137,7 +137,7 @@ def _refuse_features(optimizer: Any) -> None:
     name = type(optimizer).__name__
     source = library.rate_source(optimizer)
     if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule) and (
-        (inputs := library.rate_inputs(source)) or float(optimizer.learning_rate) != float(optimizer.learning_rate)
+        (inputs := library.rate_inputs(source)) or len({float(optimizer.learning_rate) for _ in range(2)}) > 1
     ):
         raise ConfigError(
             f"The learning rate of {name} is a function of {', '.join(inputs) or 'its calls'}, which changes unseen by"
