@@ -242,16 +242,18 @@ def assert_day_3(days: Days, facts: dict[str, Any]) -> None:
 
 STARTS = """
 import json, os, signal, sys
-from pathlib import Path
-import mlflow, ray, torch
-from ray_app.errors import RunHeldError
-from ray_app.driver.parsing import parse_with_sections
-from ray_app.retrain.retraining import EXIT_CODES, retrain
-from ray_app.retrain.options import RetrainSection
+import mlflow, torch
 
 address, root, starts = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
 def child(arguments, stage):
+    # Two children of a process with Ray draw the same ids of objects, and Ray then aborts one of them.
+    import ray
+    from ray_app.errors import RunHeldError
+    from ray_app.driver.parsing import parse_with_sections
+    from ray_app.retrain.retraining import EXIT_CODES, retrain
+    from ray_app.retrain.options import RetrainSection
+
     ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
     def at(reached):
         if reached == stage:
