@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -308,6 +309,34 @@ def restore_setting(name: str, read: Callable[[], T], write: Callable[[T], objec
             else:
                 write(previous[0])
             del blocks[index]
+
+
+@contextmanager
+def lasting_thread() -> Iterator[Callable[[Callable[[], object]], object]]:
+    """Provides a function that calls another one in a thread which lasts until the block ends, or in the main thread.
+
+    Linux ends the processes of Ray with the thread that has started them, not with its process (PR_SET_PDEATHSIG).
+    """
+    if threading.current_thread() is threading.main_thread():
+        yield lambda call: call()
+        return
+    result, is_over = Future[object](), threading.Event()
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # raised in the thread that waits
+            result.set_exception(error)
+        is_over.wait()
+
+    def call_and_wait(call: Callable[[], object]) -> object:
+        threading.Thread(target=run, args=(call,), name="ray-start", daemon=True).start()
+        return result.result()
+
+    try:
+        yield call_and_wait
+    finally:
+        is_over.set()
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
 from ray_app.plan.assignment import count_passes
-from ray_app.process import defer_interrupts, restore_handler, set_variables
+from ray_app.process import defer_interrupts, lasting_thread, restore_handler, set_variables
 from ray_app.train.job import Job
 
 logger = logging.getLogger(__name__)
@@ -243,8 +243,7 @@ class _SharedConnection:
             if not self.users and not ray.is_initialized():
                 self._open(connect)
             # A connection that only a block still holds open is one that a run has opened, too.
-            is_counted = self.is_open
-            self.users += is_counted
+            self.users += (is_counted := self.is_open)
         try:
             yield
         finally:
@@ -281,9 +280,10 @@ class _SharedConnection:
             stack.enter_context(restore_auth_mode())
             # Ray installs its own handler.
             stack.enter_context(restore_handler(signal.SIGTERM))
+            call = stack.enter_context(lasting_thread())
             stack.callback(ray.shutdown)
             with connection_errors():
-                connect()
+                call(connect)
             self._closing, self.is_open = stack.pop_all(), True
 
 

@@ -37,8 +37,8 @@ CEILINGS = {
     "ray_app/track": 1_031,
     "ray_app/train": 10_365,
     "ray_app/watch": 1_186,
-    "ray_app/*.py": 2_449,
-    "tests": 76_953,
+    "ray_app/*.py": 2_478,
+    "tests": 76_959,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
