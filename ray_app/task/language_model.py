@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +59,9 @@ class CausalLanguageModel(Task):
         lora: Arguments of `peft.LoraConfig`, such as `{r: 8, target_modules: [q_proj, v_proj]}`: the model is frozen,
             and small adapters of some of its matrices are trained. Default: all parameters are trained.
         gradient_checkpointing: Whether backward recomputes the activations of each block, which saves memory.
+        pack: Whether a training micro-batch of a model of `transformers` has several rows in one sequence, which saves
+            padding. Rows do not see each other, and each begins at position 0. Dropout draws other numbers than for
+            padded rows. Evaluations pad.
     """
 
     best_metric: ClassVar[str] = "perplexity"
@@ -69,12 +73,14 @@ class CausalLanguageModel(Task):
         max_length: int | None = None,
         lora: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
+        pack: bool = False,
     ) -> None:
         self.model = model
         self.tokens = tokens
         self.max_length = max_length
         self.lora = lora
         self.gradient_checkpointing = gradient_checkpointing
+        self.pack = pack
         # The maximum token of the data; -1 as long as it is unknown.
         self.max_token = -1
 
@@ -114,6 +120,11 @@ class CausalLanguageModel(Task):
         model: Any = instantiate_module(self.model, "task.init_args.model")
         if not _is_of_transformers(model):
             self._check_module(model)
+        elif self.pack and getattr(model.config, "output_router_logits", False):
+            raise ConfigError(
+                "task.init_args.pack is true, and the model's config has output_router_logits: the loss that balances"
+                " experts would count the empty ends of sequences. Leave out one of them."
+            )
         if (message := self.describe_unknown_tokens(model)) is not None:
             raise ConfigError(message)
         if self.gradient_checkpointing:
@@ -137,12 +148,12 @@ class CausalLanguageModel(Task):
                 f"{name}.forward needs {', '.join(others)} beside the tokens; a module that is not of transformers gets"
                 f" the tokens alone, and the next ones as {_TARGETS}. Give the other arguments defaults."
             )
-        if self.lora is not None or self.gradient_checkpointing:
-            raise ConfigError(
-                f"task.init_args.{'gradient_checkpointing' if self.lora is None else 'lora'} is for models of"
-                f" transformers, and {name} is none (it has no save_pretrained). Leave it out, and do this in the"
-                " module."
-            )
+        for argument in ("lora", "gradient_checkpointing", "pack"):
+            if getattr(self, argument):
+                raise ConfigError(
+                    f"task.init_args.{argument} is for models of transformers, and {name} is none (it has no"
+                    " save_pretrained). Leave it out, and do this in the module."
+                )
 
     def describe_unknown_tokens(self, model: Any) -> str | None:
         """Returns an error message if the data has tokens that a model's vocabulary lacks, otherwise None."""
@@ -175,11 +186,8 @@ class CausalLanguageModel(Task):
         """
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         outputs = _call(model, tokens, lengths)
-        logits, labels = _logits(outputs, tokens), tokens[:, 1:]
-        # Labels beyond the length of a row are padding.
-        is_token = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
-        loss_sums = torch.where(is_token, _token_losses(logits, labels), 0).sum(1)
-        computed = {"logits": logits, "losses": loss_sums, "tokens": is_token.sum(1)}
+        logits = _logits(outputs, tokens)
+        computed = {"logits": logits, **_row_losses(_token_losses(logits, tokens[:, 1:]), lengths)}
         if model.training and (auxiliary := _auxiliary_loss(model, outputs)) is not None:
             computed["aux_loss"] = auxiliary
         return computed
@@ -191,6 +199,8 @@ class CausalLanguageModel(Task):
         if last < 1:
             return None
         model.eval()
+        if self.pack and (message := self._describe_packing(model, batch)) is not None:
+            return message
         others = tokens.clone()
         others[:, last] = torch.where(tokens[:, last] == max(self.max_token, 1), 0, max(self.max_token, 1))
         with torch.no_grad():
@@ -203,9 +213,38 @@ class CausalLanguageModel(Task):
             " its config."
         )
 
+    def _describe_packing(self, model: nn.Module, batch: Batch) -> str | None:
+        """Returns an error message if the losses of packed rows are not those of padded rows, otherwise None."""
+        try:
+            with torch.no_grad():
+                packed, padded = (
+                    one["losses"].float() for one in (self._pack(model, batch), self.forward(model, batch))
+                )
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = f"does not accept the mask and the positions of several rows in one sequence ({error})"
+        else:
+            # A mask that is not used changes the losses of an untrained model little.
+            if torch.allclose(packed, padded, rtol=1e-5, atol=1e-5, equal_nan=True):
+                return None
+            reason = "gives rows of one sequence other losses than alone; it does not use the mask that it gets"
+        return (
+            f"task.init_args.pack is true, but {type(model).__name__} {reason}. Leave pack out; data.by_length keeps"
+            " padding low as well."
+        )
+
+    def _pack(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Returns `losses` and `tokens` as `forward` does, computed with several rows in one sequence."""
+        tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
+        packed = _pack_rows(tokens, lengths)
+        logits = model(
+            input_ids=packed.tokens, attention_mask=packed.mask, position_ids=packed.positions, use_cache=False
+        ).logits
+        losses = functional.pad(_token_losses(logits, packed.tokens[:, 1:]), (0, 1))
+        return _row_losses(losses.flatten()[packed.places[:, : tokens.shape[1] - 1]], lengths)
+
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Returns the losses of each row's tokens, plus the weighted `aux_loss` of the batch for each of them."""
-        outputs = self.forward(model, batch)
+        outputs = self._pack(model, batch) if self.pack else self.forward(model, batch)
         losses = self.loss(outputs, batch)
         if "aux_loss" not in outputs:
             return losses
@@ -246,6 +285,57 @@ class CausalLanguageModel(Task):
         if self.lora is not None:
             model = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
         model.save_pretrained(folder)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class _PackedRows:
+    """Rows of a micro-batch in sequences that are as long as its longest row.
+
+    Args:
+        tokens: (sequences, length).
+        positions: The position of each token in its row, of the same shape.
+        mask: What is added to the scores of attention, (sequences, 1, length, length): 0 where a token may see another,
+            the least float32 elsewhere.
+        places: The index in the flattened `tokens` of each token of a row, (rows, longest row); of padding, any.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    mask: Tensor
+    places: Tensor
+
+
+def _pack_rows(tokens: Tensor, lengths: Tensor) -> _PackedRows:
+    """Puts padded rows, (rows, tokens), into few sequences: the longest row first, each where it fits first."""
+    count, length = tokens.shape
+    free, starts = list[int](), [0] * count
+    sizes: list[int] = lengths.tolist()
+    for row in sorted(range(count), key=lambda row: -sizes[row]):
+        sequence = next((i for i, room in enumerate(free) if room >= sizes[row]), len(free))
+        if sequence == len(free):
+            free.append(length)
+        starts[row] = (sequence + 1) * length - free[sequence]
+        free[sequence] -= sizes[row]
+    steps = torch.arange(length, device=tokens.device)
+    places, is_token = torch.tensor(starts, device=tokens.device)[:, None] + steps, steps < lengths[:, None]
+    rows = torch.arange(count, device=tokens.device)[:, None].expand_as(places)
+    # What is left of a sequence is like one more row, since each token has to see one.
+    fields = [torch.full((len(free) * length,), fill, device=tokens.device) for fill in (0, 0, -1)]
+    for field, values in zip(fields, (tokens, steps.expand_as(places), rows), strict=True):
+        field[places[is_token]] = values[is_token]
+    packed, positions, row_of = (field.view(len(free), length) for field in fields)
+    is_seen = (row_of[:, :, None] == row_of[:, None, :]).tril()
+    mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None]
+    return _PackedRows(packed, positions, mask, places.clamp(max=packed.numel() - 1))
+
+
+def _row_losses(losses: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Returns the sum of the losses of each row's tokens but the first, and their number; (rows, tokens - 1) is padded.
+
+    The losses beyond the length of a row are of padding.
+    """
+    is_token = torch.arange(1, losses.shape[1] + 1, device=losses.device) < lengths[:, None]
+    return {"losses": torch.where(is_token, losses, 0).sum(1), "tokens": is_token.sum(1)}
 
 
 def _is_of_transformers(model: Any) -> bool:

@@ -66,7 +66,8 @@ def job_of(folder: Path, data: Path, task: CausalLanguageModel | None = None, **
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("options", "precision"), [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16")]
+    ("options", "precision"),
+    [({}, "fp32"), ({"gradient_checkpointing": True, "lora": LORA}, "bf16"), ({"pack": True}, "fp32")],
 )
 def test_training_is_bit_identical_for_any_worker_count_a_kill_and_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any], precision: str
@@ -127,6 +128,44 @@ def test_the_shard_units_are_the_transformer_blocks() -> None:
     for lora in (None, LORA):
         task = CausalLanguageModel(spec(), lora=lora)
         assert [type(unit).__name__ for unit in task.shard_units(task.build_model())] == ["GPT2Block"] * 2
+
+
+def test_packed_rows_have_the_losses_and_the_gradient_of_padded_ones() -> None:
+    task = CausalLanguageModel(spec(), pack=True)
+    model = task.build_model().eval()
+    rows = [np.arange(length) * 7 % WORDS for length in (9, 1, 3, 0, 4, 5, 2, 8)]
+    batch = to_batch({"tokens": Ragged.of(rows, np.int32)})
+    widths = list[tuple[int, ...]]()
+    model.transformer.wte.register_forward_hook(lambda _, tokens, __: widths.append(tuple(tokens[0].shape)))
+    values, gradients = [], []
+    for losses in (task.training_loss(model, batch), task.compute_loss(model, task.forward(model, batch), batch)):
+        model.zero_grad()
+        losses.values.sum().backward()
+        values.append(losses)
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert widths == [(4, 9), (8, 9)]
+    assert torch.equal(values[0].weights, values[1].weights)
+    torch.testing.assert_close(values[0].values, values[1].values)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "words"),
+    [
+        ("MistralConfig", {"sliding_window": 4}, "other losses than alone"),
+        ("MambaConfig", {}, "does not accept the mask"),
+    ],
+)
+def test_a_model_that_does_not_separate_packed_rows_is_refused(
+    config: str, arguments: dict[str, Any], words: str
+) -> None:
+    small = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, **arguments}
+    small |= {"intermediate_size": 32, "num_key_value_heads": 2}
+    model = {"class_path": f"transformers.{config}", "init_args": small}
+    factory = {"class_path": "transformers.AutoModelForCausalLM.from_config", "init_args": {"config": model}}
+    task = CausalLanguageModel(factory, pack=True)
+    batch = to_batch({"tokens": Ragged.of([np.arange(9), np.arange(3), np.arange(5)], np.int32)})
+    assert words in str(task.describe_leak(task.build_model(), batch))
 
 
 def test_the_loss_is_the_mean_over_tokens_without_padding() -> None:
