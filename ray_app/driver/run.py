@@ -324,7 +324,7 @@ class Run:
         logger.info("Run %s has ended at step %s: %s.", job.paths.name, summary.get("steps"), status)
         facts = report_end(job.paths)
         if board is not None:
-            board.close(to_mlflow_status(status) == "FINISHED", _TRACKING_STOP_S)
+            board.close(to_mlflow_status(status), _TRACKING_STOP_S)
         if tracker is not None:
             tracker.close(to_mlflow_status(status), _TRACKING_STOP_S if self._interrupted.is_set() else _TRACKING_END_S)
             if status in REGISTRABLE and self._config.tracking.registered_model is not None:

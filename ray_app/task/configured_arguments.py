@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ray_app.config.import_paths import load_class
 from ray_app.devices import HOST
-from ray_app.errors import ConfigError, DataError
+from ray_app.errors import ConfigError, DataError, join_names
 from ray_app.plan.manifest import ColumnFacts, DataFacts
 from ray_app.task.images import image_size
 from ray_app.task.losses import Losses
@@ -66,17 +66,6 @@ def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_l
         )
     if max_length is not None and max_length < 1:
         raise ConfigError(f"{_INIT_ARGS}.max_length is {max_length}; it must be at least 1, or null for all.")
-
-
-def parse_mask_values(values: Any) -> list[list[int]]:
-    """Returns value and class of masks in the order of the values; refuses other than integers."""
-    classes = values or {}
-    if not isinstance(classes, Mapping) or not all(type(n) is int for pair in classes.items() for n in pair):
-        raise ConfigError(
-            f"{_INIT_ARGS}.mask_values is {values!r}; it must be classes by the values of a mask, integers both, as"
-            " {0: 0, 255: 1}."
-        )
-    return [[value, classes[value]] for value in sorted(classes)]
 
 
 def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float]) -> None:
@@ -429,7 +418,6 @@ def _inspect(class_path: str) -> tuple[Any, list[inspect.Parameter]]:
 
 _CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _BINARY_LOSSES = (nn.BCEWithLogitsLoss, nn.BCELoss, nn.MultiLabelSoftMarginLoss)
-_MAX_NAMED = 8
 
 
 def target_range(spec: Spec, outputs: Any, target: Tensor) -> list[int] | None:
@@ -456,15 +444,13 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     if ((values >= smallest) & (values <= greatest) | np.isin(values, ignored)).all():
         return
     remedy = (
-        "Map the values of masks to classes by task.init_args.mask_values, such as {0: 0, 255: 1}; or leave pixels of a"
-        " value out by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let the model"
-        " have an output for each class"
+        "Let the values of masks be the numbers of the classes, as ray-app ingest --mask_values stores them; or leave"
+        " pixels of a value out by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let"
+        " the model have an output for each class"
         if is_mask
         else "Correct the column, or let the model have an output for each class"
     )
-    distinct = np.unique(values).tolist()
-    listed = ", ".join(f"{value:g}" for value in distinct[:_MAX_NAMED])
-    listed += f", ... ({len(distinct)} values)" if len(distinct) > _MAX_NAMED else ""
+    listed = join_names([f"{value:g}" for value in np.unique(values)], 8)
     raise ValueError(
         f"the {'mask' if is_mask else 'target'} {column!r} has the values {listed}; the loss and the"
         f" model's {greatest + 1} classes allow {smallest} to {greatest}. {remedy}"

@@ -7,7 +7,6 @@ task that replaces only the model.
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ray_app.plan.manifest import DataFacts
 from ray_app.task.base import Batch, Rows, need_column, uniform
 from ray_app.task.classification import Classification, ClassWeights, add_row_weights, mix_images, smooth_targets
 from ray_app.task.fields import decode_sample_weights, need_sample_weights, refuse_missing
-from ray_app.task.images import decode_image, normalize_images
+from ray_app.task.images import decode_image, encode_picture, normalize_images
 
 # Salts of `uniform`: the flip and the two offsets of the crop of a row are independent of each other.
 _FLIP = 1
@@ -201,15 +200,11 @@ class ImageClassification(Classification):
 
     def picture(self, batch: Batch, row: int) -> bytes | None:
         """Returns the image of a row as a PNG file; None for an image that has neither one channel nor three."""
-        from PIL import Image
-
         image = batch["image"][row].cpu()
         if image.shape[0] not in (1, 3):
             return None
         pixels = (image.to(torch.float32) * (255 / self.pixel_max)).round().clamp(0, 255).to(torch.uint8)
-        file = io.BytesIO()
-        Image.fromarray(pixels.permute(1, 2, 0).squeeze(-1).numpy()).save(file, "png")
-        return file.getvalue()
+        return encode_picture(pixels.permute(1, 2, 0).numpy())
 
 
 def _list_classifiers() -> list[str]:

@@ -367,7 +367,6 @@ def _apply_orientation(values: npt.NDArray[Any], orientation: int, axes: tuple[i
 
 
 IMAGE, MASK = "image", "mask"
-_MAX_NAMED = 8
 _SIGNED = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
 """Types to convert to, by the unsigned types that PyTorch stores but does not compute with."""
 
@@ -390,7 +389,6 @@ def decode_columns(
     transforms: Sequence[Any],
     keys: npt.NDArray[np.int64] | None,
     exif_orientation: bool = True,
-    mask_classes: Sequence[Sequence[int]] = (),
 ) -> dict[str, npt.NDArray]:
     """Decodes the columns of images and masks of some rows, and applies the transforms to them.
 
@@ -399,7 +397,6 @@ def decode_columns(
             read.
         kinds: `image` or `mask` by column.
         keys: Keys of the rows, see `apply_transforms`.
-        mask_classes: Value and class of masks, in the order of the values; empty, if the values are the classes.
 
     Returns:
         By column: images of shape (rows, channels, height, width), masks of shape (rows, height, width).
@@ -411,17 +408,17 @@ def decode_columns(
     unread = [name for name in stored if rows[name].ndim == 1]
     present = {name: kind for name, kind in kinds.items() if name not in unread}
     if not transforms and stored >= present.keys():
-        decoded = {name: _convert_array(rows[name], kind, mask_classes) for name, kind in present.items()}
+        decoded = {name: _convert_array(rows[name], kind) for name, kind in present.items()}
     else:
-        decoded = _decode_by_row(rows, present, transforms, keys, exif_orientation, mask_classes)
+        decoded = _decode_by_row(rows, present, transforms, keys, exif_orientation)
     size = next(iter(decoded.values())).shape[-2:] if decoded else (1, 1)
     return decoded | {name: np.zeros((len(rows[name]), *size), np.uint8) for name in unread}
 
 
-def _convert_array(values: npt.NDArray, kind: str, mask_classes: Sequence[Sequence[int]] = ()) -> npt.NDArray:
+def _convert_array(values: npt.NDArray, kind: str) -> npt.NDArray:
     """Converts arrays (rows, height, width[, channels]) to images with channels first, or to masks of classes."""
     if kind == MASK:
-        return map_mask_classes(values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False), mask_classes)
+        return values.astype(_SIGNED.get(values.dtype.name, values.dtype), copy=False)
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2)) if values.ndim == 4 else values[:, None]
 
 
@@ -431,7 +428,6 @@ def _decode_by_row(
     transforms: Sequence[Any],
     keys: npt.NDArray[np.int64] | None,
     exif_orientation: bool,
-    mask_classes: Sequence[Sequence[int]],
 ) -> dict[str, npt.NDArray]:
     import torch
 
@@ -439,13 +435,10 @@ def _decode_by_row(
 
     decoded: dict[str, list[npt.NDArray]] = {name: [] for name in kinds}
     for row in range(len(next(iter(rows.values())))):
-        stored = {name: rows[name][row] for name in kinds}
-        masks = {
-            name: _load_mask(stored[name], exif_orientation, mask_classes)
+        sample = {
+            name: (_load_mask if kind == MASK else load_image)(rows[name][row], exif_orientation)
             for name, kind in kinds.items()
-            if kind == MASK
         }
-        sample = {name: masks[name] if name in masks else load_image(stored[name], exif_orientation) for name in kinds}
         sample = apply_transforms(sample, transforms, None if keys is None else int(keys[row]))
         for name, kind in kinds.items():
             if kind == IMAGE and sample[name].dtype != torch.uint8:
@@ -465,22 +458,6 @@ def _decode_by_row(
     return {name: np.stack(values) for name, values in decoded.items()}
 
 
-def map_mask_classes(mask: npt.NDArray, pairs: Sequence[Sequence[int]]) -> npt.NDArray:
-    """Replaces values of a mask by classes, as bytes if they fit; raises ValueError without a class."""
-    if not pairs:
-        return mask
-    mapped, classes = np.array(pairs, np.int64).T
-    if classes.min() >= 0 and classes.max() <= np.iinfo(np.uint8).max:
-        classes = classes.astype(np.uint8)
-    index = np.minimum(np.searchsorted(mapped, mask), len(mapped) - 1)
-    if not (has_class := mapped[index] == mask).all():
-        raise ValueError(
-            f"the mask has the values {', '.join(map(str, np.unique(mask[~has_class]).tolist()[:_MAX_NAMED]))}, which"
-            f" task.init_args.mask_values gives no class; it names {', '.join(map(str, mapped.tolist()))}"
-        )
-    return classes[index]
-
-
 def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
     """Returns a row's image, encoded (see `decode_image`) or an array, as a `tv_tensors.Image`, channels first."""
     import torch
@@ -491,13 +468,13 @@ def load_image(stored: Any, exif_orientation: bool = True) -> Tensor:
     return tv_tensors.Image(torch.from_numpy(pixels))
 
 
-def _load_mask(stored: Any, exif_orientation: bool, pairs: Sequence[Sequence[int]]) -> Tensor:
+def _load_mask(stored: Any, exif_orientation: bool) -> Tensor:
     """Returns a row's mask, encoded or an array, as a `tv_tensors.Mask` of classes, (height, width)."""
     import torch
     from torchvision import tv_tensors
 
     mask = decode_mask(stored, exif_orientation) if isinstance(stored, bytes) else stored
-    return tv_tensors.Mask(torch.from_numpy(_convert_array(mask, MASK, pairs)))
+    return tv_tensors.Mask(torch.from_numpy(_convert_array(mask, MASK)))
 
 
 def normalize_images(images: Tensor, pixel_max: float, mean: list[float], std: list[float]) -> Tensor:

@@ -31,7 +31,6 @@ from ray_app.task.configured_arguments import (
     need_numbers,
     need_one_size,
     need_specs,
-    parse_mask_values,
     probabilities,
     reduction_of,
     refuse_values,
@@ -113,7 +112,6 @@ class ModuleTask(Task):
         pad_with: The value that lists are padded with.
         pad_to: Padded lengths are rounded up to a multiple of it.
         max_length: The number of values of a list that are used, from its beginning; default: all.
-        mask_values: The class of each value of a mask, such as {0: 0, 255: 1}; default: the values are the classes.
         best_metric: The metric that decides which checkpoint is best.
         best_mode: Whether a lower (`min`) or a higher (`max`) value of it is better; default: by the metric's
             `higher_is_better`, `min` for a loss.
@@ -137,7 +135,6 @@ class ModuleTask(Task):
         pad_with: float = 0,
         pad_to: int = 1,
         max_length: int | None = None,
-        mask_values: dict[int, int] | None = None,
         best_metric: str = "loss",
         best_mode: Mode | None = None,
         exif_orientation: bool = True,
@@ -159,7 +156,6 @@ class ModuleTask(Task):
         self.pad_with = pad_with
         self.pad_to = pad_to
         self.max_length = max_length
-        self.mask_classes = parse_mask_values(mask_values)
         need_specs(
             model=model,
             metrics=self.metric_specs,
@@ -274,7 +270,7 @@ class ModuleTask(Task):
             need_finite(f"column {name!r}", values, name in self.infinite)
         if images:
             stored = {name: rows[name] for name in images}
-            fields |= decode_columns(stored, images, transforms, keys, self.exif_orientation, self.mask_classes)
+            fields |= decode_columns(stored, images, transforms, keys, self.exif_orientation)
         self.refuse_target(fields)
         return fields
 

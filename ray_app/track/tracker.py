@@ -25,6 +25,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -56,26 +57,111 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-_POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
+_RETRY_S = 0.5
 _PAUSE_PER_LOOK = 20
-"""Pause after reading the record, in durations of the read, up to `_LONGEST_PAUSE_S`.
+"""Pause after a look at the record, in durations of the look.
 
-A long run has many files to read on the driver's cores. The pause limits reading to about a twentieth of the time.
+A long run has many files to read on the driver's cores, and in a bucket the whole event file is uploaded again. The
+pause limits both to about a twentieth of the time.
 """
 
 _EVENT_FILE_PREFIX = "events.out.tfevents."
-_SWEEP_RETRY_S, _MAX_SWEEP_PAUSE_S = 0.5, 60.0
-_PAUSE_PER_SWEEP = 20
-"""Pause after a sweep, in durations of the sweep, so that sweeps take at most a twentieth of the time.
-
-A sweep reads the record and, in a bucket, uploads the whole file again.
-"""
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
 
 
-class Tracker:
+class _Sender(ABC):
+    """A thread that sends a run's record to `place` while it grows; `busy_s` is the duration of a look at it."""
+
+    place: str
+    poll_s, longest_pause_s = 0.5, 10.0
+    busy_s = 0.0
+
+    def __init__(self, paths: RunPaths, config: Config) -> None:
+        self._paths, self._config = paths, config
+        self._status: Status | None = None
+        self._is_complete = False
+        self._last_error: str | None = None
+        self._wake, self._abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; returns at once."""
+        self._thread.start()
+
+    def close(self, status: Status, timeout_s: float) -> bool:
+        """Sends the rest of a complete record and ends the thread; returns whether all was sent.
+
+        If not, a warning names what is missing; the next start of the run sends it. A second call returns the same.
+
+        Args:
+            status: Final status of the run. With `FINISHED` the last block of steps is sent although it is not full;
+                otherwise a resume will fill it.
+            timeout_s: Seconds to wait.
+        """
+        if self._status is None:
+            self._status = status
+            if self._thread.ident is None:
+                self._thread.start()
+            self._wake.set()
+            self._thread.join(timeout_s)
+            self.abandon()
+            if not self._is_complete:
+                logger.warning("%s", self._describe_missing(status, timeout_s))
+        return self._is_complete
+
+    def abandon(self) -> None:
+        """Ends the thread without further calls and writes: the run belongs to another driver now."""
+        self._abandoned.set()
+        self._wake.set()
+
+    def _run(self) -> None:
+        pause_s = self.poll_s
+        while not self._abandoned.is_set():
+            self._wake.clear()
+            status = self._status
+            try:
+                self._sweep(finished=status == "FINISHED")
+                if status is not None and not self._abandoned.is_set():
+                    self._finish(status)
+                    self._is_complete = True
+                    break
+                if self._last_error is not None:
+                    logger.warning("%s gets the record again.", self.place)
+                self._last_error = None
+                pause_s = min(max(self.poll_s, _PAUSE_PER_LOOK * self.busy_s), self.longest_pause_s)
+            except Exception as error:
+                self._warn(error)
+                self._reset()
+                pause_s = _RETRY_S if status is not None else min(2 * pause_s, self.longest_pause_s)
+            self._wake.wait(pause_s)
+
+    def _warn(self, error: Exception) -> None:
+        """Logs the first of several errors in a row."""
+        if self._last_error is None:
+            logger.warning(
+                "%s does not get the record for now; training goes on and it is sent later: %s",
+                self.place,
+                _first_line(error),
+            )
+        self._last_error = _first_line(error)
+
+    @abstractmethod
+    def _sweep(self, finished: bool) -> None: ...
+
+    def _finish(self, status: Status) -> None:
+        """Sends what belongs to the end of the run."""
+        del status
+
+    @abstractmethod
+    def _reset(self) -> None: ...
+
+    @abstractmethod
+    def _describe_missing(self, status: Status, timeout_s: float) -> str: ...
+
+
+class Tracker(_Sender):
     """Sends a run's record to MLflow while it is written, with the points that an earlier driver has not sent.
 
     Args:
@@ -97,54 +183,23 @@ class Tracker:
         say: Callable[[str], None] | None = None,
         open_run: OpenRun = OpenRun(),
     ) -> None:
-        self._paths = paths
-        self._config = config
+        super().__init__(paths, config)
         self._tags = tags
         self._datasets = datasets
         self._is_over = is_over
         self.uri, self._on_connect = default_tracking_uri(config), say
+        self.place = f"MLflow at {redact(self.uri)}"
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri), open_run)
         self._backlog = Backlog(paths, every_steps)
         self._cursor: TrackingState | None = None
-        self._connected = self._is_complete = False
-        self._status: Status | None = None
-        self._last_error: str | None = None
-        self._read_duration_s = 0.0
-        self._wake, self._abandoned = threading.Event(), threading.Event()
+        self._connected = False
         self._start_ms = int(time.time() * 1e3)
         self.sent_points = self.sent_evaluations = 0
-        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
 
     @property
     def run_id(self) -> str | None:
         """Id of the MLflow run; None until MLflow has answered, which takes a second or two if it can be reached."""
         return self._cursor.run_id if self._cursor is not None else None
-
-    def start(self) -> None:
-        """Starts the thread; returns at once."""
-        self._thread.start()
-
-    def close(self, status: Status, timeout_s: float) -> bool:
-        """Sends the rest of a complete record and the artifacts, and ends the MLflow run; returns whether all was sent.
-
-        If not, a warning names what is missing; the next start of the run sends it. A second call returns the same.
-
-        Args:
-            status: Final status of the run. With `FINISHED` the last block of steps is sent although it is not full;
-                otherwise a resume will fill it.
-            timeout_s: Seconds to wait for MLflow.
-        """
-        if self._status is None:
-            self._status = status
-            if self._thread.ident is None:
-                self._thread.start()
-            self._wake.set()
-            self._thread.join(timeout_s)
-            self._abandoned.set()
-            self._wake.set()
-            if not self._is_complete:
-                logger.warning("%s", self._describe_missing(status, timeout_s))
-        return self._is_complete
 
     def send_all(self, status: Status) -> None:
         """Sends the record and the artifacts of a run that has ended, in this thread; `start` is not needed.
@@ -152,37 +207,17 @@ class Tracker:
         It raises the errors of MLflow; points that it has accepted before are not sent again.
         """
         self._sweep(finished=status == "FINISHED")
+        self._finish(status)
+
+    def _finish(self, status: Status) -> None:
         self._mlflow.finish(status, _read_artifacts(self._paths))
-
-    def abandon(self) -> None:
-        """Ends the thread without further calls and writes: the run belongs to another driver now."""
-        self._abandoned.set()
-        self._wake.set()
-
-    def _run(self) -> None:
-        pause_s = _POLL_S
-        while not self._abandoned.is_set():
-            self._wake.clear()
-            status = self._status
-            try:
-                self._sweep(finished=status == "FINISHED")
-                if status is not None and not self._abandoned.is_set():
-                    self._mlflow.finish(status, _read_artifacts(self._paths))
-                    self._is_complete = True
-                    return
-                self._log_reached()
-                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._read_duration_s), _LONGEST_PAUSE_S)
-            except Exception as error:
-                self._warn_unreachable(error)
-                pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
-            self._wake.wait(pause_s)
 
     def _sweep(self, finished: bool) -> None:
         """Reads the new part of the record and sends all complete points."""
         cursor = self._cursor = self._cursor or TrackingState.load(self._paths)
         began = time.perf_counter()
         self._backlog.read(cursor)
-        self._read_duration_s = time.perf_counter() - began
+        self.busy_s = time.perf_counter() - began
         if not self._connected:
             self._connect(cursor)
         for points in group_points(self._backlog.points(cursor, finished)):
@@ -202,9 +237,7 @@ class Tracker:
         run_id = self._mlflow.open(old_run_id, cursor.run_uuid, self._paths.root, self._start_ms)
         if run_id != old_run_id:
             if old_run_id is not None:
-                logger.warning(
-                    "MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), old_run_id
-                )
+                logger.warning("%s has no run %s (any more): the record goes to a new one.", self.place, old_run_id)
                 cursor.forget()
                 self._backlog.rewind()
             cursor.run_id = run_id
@@ -220,22 +253,10 @@ class Tracker:
             )
             self._on_connect = None
 
-    def _warn_unreachable(self, error: Exception) -> None:
+    def _reset(self) -> None:
         self._connected = False
-        if self._last_error is None:
-            logger.warning(
-                "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
-                redact(self.uri),
-                _first_line(error),
-            )
-        self._last_error = _first_line(error)
 
-    def _log_reached(self) -> None:
-        if self._last_error is not None:
-            logger.warning("MLflow at %s gets the record again.", redact(self.uri))
-        self._last_error = None
-
-    def _describe_missing(self, status: str, timeout_s: float) -> str:
+    def _describe_missing(self, status: Status, timeout_s: float) -> str:
         cursor = self._cursor or TrackingState()
         steps = sorted({point.step for point in self._backlog.unsent_evaluations(cursor)})
         missing = [f"its status {status}", "its artifacts"]
@@ -244,7 +265,7 @@ class Tracker:
         if steps:
             missing.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run"
+            f"{self.place} did not take everything within {timeout_s:g} s. Its run"
             f" {cursor.run_id or '(not created)'} may"
             f" lack {'; '.join(missing)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
@@ -339,11 +360,15 @@ def _first_line(error: Exception) -> str:
     return redact(f"{type(error).__name__}: {error}").splitlines()[0][:500]
 
 
-class EventFileWriter:
+class EventFileWriter(_Sender):
     """Writes the event files of a run while its record grows."""
 
+    place = "The event file of TensorBoard"
+    longest_pause_s = 60.0
+
     def __init__(self, paths: RunPaths, config: Config) -> None:
-        self._paths, self._config = paths, config
+        super().__init__(paths, config)
+        self.poll_s = poll_interval_s(paths.root)
         self._temporary = (
             None if isinstance(paths.root, Path) else tempfile.TemporaryDirectory(prefix="ray_app-tensorboard-")
         )
@@ -351,62 +376,12 @@ class EventFileWriter:
         self._writer: EventsWriter | None = None
         self._put_bytes = 0
         self._reset()
-        self._finished: bool | None = None
-        self._is_complete = self._has_warned = False
-        self._wake, self._abandoned = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread; returns at once."""
-        self._thread.start()
-
-    def close(self, finished: bool, timeout_s: float) -> bool:
-        """Writes the rest of a complete record and ends the thread; returns whether everything was written.
-
-        With `finished` it writes the last block of steps although it is not full. If the storage takes longer than the
-        timeout, a warning is logged.
-        """
-        self._finished = finished
-        self._wake.set()
-        self._thread.join(timeout_s)
-        self.abandon()
-        if not self._is_complete:
-            logger.warning(
-                "The event files of TensorBoard lack the end of the run; starting %r again writes them.",
-                self._paths.name,
-            )
-        return self._is_complete
-
-    def abandon(self) -> None:
-        """Ends the thread without further writes: the run belongs to another driver now."""
-        self._abandoned.set()
-        self._wake.set()
-
-    def _run(self) -> None:
-        while not self._abandoned.is_set():
-            self._wake.clear()
-            finished, began_s = self._finished, time.perf_counter()
-            try:
-                self._sweep(finished is True)
-                self._has_warned = False
-                if finished is not None:
-                    self._is_complete = True
-                    break
-            except Exception as error:
-                self._warn_once(error)
-                self._close()
-                self._reset()
-            pause_s = max(poll_interval_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
-            self._wake.wait(_SWEEP_RETRY_S if finished is not None else min(pause_s, _MAX_SWEEP_PAUSE_S))
-        self._close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
 
     def _sweep(self, finished: bool) -> None:
-        """Writes the new points of the record."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
+        began_s = time.perf_counter()
         self._backlog.read(self._sent)
         if self._writer is None:
             self._writer = self._open_writer()
@@ -422,6 +397,7 @@ class EventFileWriter:
         self._writer.flush()
         if self._temporary is not None:
             self._upload()
+        self.busy_s = time.perf_counter() - began_s
 
     def _open_writer(self) -> EventsWriter:
         """Empties the run's event files and opens a new one.
@@ -458,20 +434,25 @@ class EventFileWriter:
 
     def _reset(self) -> None:
         """Starts from the beginning of the record."""
+        self._close()
         self._backlog, self._sent = Backlog(self._paths, self._config.tracking.every_steps), SentState()
+
+    def _run(self) -> None:
+        super()._run()
+        self._close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _describe_missing(self, status: Status, timeout_s: float) -> str:
+        del status, timeout_s
+        return (
+            f"The event files of TensorBoard lack the end of the run; starting {self._paths.name!r} again writes them."
+        )
 
     def _close(self) -> None:
         if self._writer is not None:
             try:
                 self._writer.close()
             except Exception as error:
-                self._warn_once(error)
+                self._warn(error)
         self._writer = None
-
-    def _warn_once(self, error: Exception) -> None:
-        """Logs the first of several errors in a row."""
-        if not self._has_warned:
-            logger.warning(
-                "The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error))
-            )
-        self._has_warned = True

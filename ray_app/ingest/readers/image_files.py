@@ -32,7 +32,15 @@ from ray_app.ingest.readers import sources
 from ray_app.storage.data_files import HEAD_BYTES, File, is_convertible_image, parser_errors
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import CONNECTIONS
-from ray_app.task.images import MAX_PIXELS, check_boxes, convert_image, decode_image, decode_mask, library_errors
+from ray_app.task.images import (
+    MAX_PIXELS,
+    check_boxes,
+    convert_image,
+    decode_image,
+    decode_mask,
+    encode_picture,
+    library_errors,
+)
 from ray_app.task.ragged import Ragged
 
 T = TypeVar("T")
@@ -170,7 +178,7 @@ def read_mask(file: File, image: bytes, mask_values: MaskValues | None, check: b
             encoded = convert_image(encoded, first_frame=False)
         encoded = _without_alpha(encoded)
         if mask_values:
-            encoded = encode_mask(mask_values.to_classes(_mask_values(encoded, mask_values.is_color)))
+            encoded = encode_picture(mask_values.to_classes(_mask_values(encoded, mask_values.is_color)))
         mask_size = decode_mask(encoded).shape
     except ValueError as error:
         raise ValueError(f"its mask {file.name}: {error}") from error
@@ -192,7 +200,7 @@ def _without_alpha(encoded: bytes) -> bytes:
         gray, alpha = ImageOps.exif_transpose(image).split()
         if alpha.getextrema() != (255, 255):
             raise ValueError("it is gray with transparent pixels, which have no class. Save it without transparency")
-        return encode_mask(np.asarray(gray))
+        return encode_picture(np.asarray(gray))
 
 
 def has_only_0_and_255(masks: Sequence[File]) -> bool:
@@ -212,15 +220,6 @@ def _mask_values(encoded: bytes, is_color: bool) -> npt.NDArray[np.int64]:
         raise ValueError("it is a JPEG file, which has other colours than were drawn; masks of colours are PNG files")
     red, green, blue = decode_image(encoded).astype(np.int64)
     return red << 16 | green << 8 | blue
-
-
-def encode_mask(classes: npt.NDArray[np.uint8]) -> bytes:
-    """Returns classes of pixels, (height, width), as a PNG file of one channel."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(classes).save(file, "png")
-    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -454,7 +453,7 @@ def _read(
             # The checks are of the values that are stored: a thin box has no size any more.
             boxes = pixels.astype(np.float32)
             check_boxes(boxes, width, height, [one.name for one in row.boxed])
-            mask = encode_mask(_draw(row, width, height)) if segmentation else b""
+            mask = encode_picture(_draw(row, width, height)) if segmentation else b""
         except ValueError as error:
             refuse(row.row_id, str(error))
         else:

@@ -28,7 +28,14 @@ from ray_app.ingest.readers.image_files import (
     read_image,
     read_mask,
 )
-from ray_app.ingest.readers.image_names import ImageNames, has_image_suffix, order_splits, without_suffix
+from ray_app.ingest.readers.image_names import (
+    ImageNames,
+    has_image_suffix,
+    images_below,
+    order_splits,
+    walk,
+    without_suffix,
+)
 from ray_app.storage.data_files import (
     HEAD_BYTES,
     File,
@@ -53,8 +60,6 @@ ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as 
 _EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
 _SAMPLED_MASKS = 8
 """Number of masks that are read to see which values they have."""
-_MAX_DEPTH = 32
-"""Maximum number of folders inside each other; a link may lead to a folder above itself."""
 _MAX_LABEL_BYTES = 512 << 20
 """Maximum size of a file of labels, which one process reads into memory."""
 
@@ -191,7 +196,7 @@ class Images(sources.SourceReader):
         if not is_folder(self.path):
             raise DataError(f"{self.path}: not a folder; {_EXPECTED}. Give that folder as input.")
         if not self._has_classes:
-            return _walk(self.path)
+            return walk(self.path)
         above = [self.path / name for name in self._splits] or [self.path]
         classes = [inner for folder in above for inner in folders_in(folder)]
         return {folder: files_in(folder) for folder in dict.fromkeys([self.path, *above, *classes])}
@@ -271,7 +276,7 @@ class Images(sources.SourceReader):
         if not is_folder(root):
             raise DataError(f"masks {self.options.masks!r} is no folder; give the folder with the mask of each image.")
         masks: dict[str, File] = {}
-        for file in (file for files in _walk(root).values() for file in files if has_image_suffix(file)):
+        for file in images_below(root):
             stem = without_suffix(relative_path(file.location, root))
             if other := masks.get(stem):
                 raise DataError(f"{other} and {file} are masks of the same image. Remove one of them.")
@@ -448,16 +453,6 @@ class Images(sources.SourceReader):
 def _values_of(group: list[ImageRow], values: pa.Table) -> pa.Table:
     """Returns the values of the rows of an input split, in their order."""
     return values.take(pa.array([row.index for row in group], pa.int64())) if values.num_columns else values
-
-
-def _walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
-    """Returns the visible files of a folder and of all folders below it, by folder."""
-    if depth > _MAX_DEPTH:
-        raise DataError(f"{folder}: folders are more than {_MAX_DEPTH} deep in each other. Is one of them a link?")
-    files = {folder: files_in(folder)}
-    for inner in folders_in(folder):
-        files |= _walk(inner, depth + 1)
-    return files
 
 
 def _head(file: File) -> bytes:

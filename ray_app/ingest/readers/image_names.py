@@ -9,11 +9,13 @@ from typing import Any
 import pyarrow as pa
 
 from ray_app.errors import DataError
-from ray_app.storage.data_files import File, files_in, is_folder, relative_path
+from ray_app.storage.data_files import File, files_in, folders_in, is_folder, relative_path
 from ray_app.storage.files import Location
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 """Suffixes by which a file is a row, even if it cannot be decoded and is refused."""
+MAX_DEPTH = 32
+"""Maximum number of folders inside each other; a link may lead to a folder above itself."""
 
 
 def without_suffix(path: str) -> str:
@@ -25,6 +27,21 @@ def without_suffix(path: str) -> str:
 def has_image_suffix(file: File) -> bool:
     """Returns whether the name of a file has the suffix of an image."""
     return file.location.name.lower().endswith(IMAGE_SUFFIXES)
+
+
+def walk(folder: Location, depth: int = 0) -> dict[Location, list[File]]:
+    """Returns the visible files of a folder and of all folders below it, by folder."""
+    if depth > MAX_DEPTH:
+        raise DataError(f"{folder}: folders are more than {MAX_DEPTH} deep in each other. Is one of them a link?")
+    files = {folder: files_in(folder)}
+    for inner in folders_in(folder):
+        files |= walk(inner, depth + 1)
+    return files
+
+
+def images_below(folder: Location) -> list[File]:
+    """Returns the images in a folder and in the folders in it."""
+    return [file for files in walk(folder).values() for file in files if has_image_suffix(file)]
 
 
 def clean_name(name: Any) -> str:

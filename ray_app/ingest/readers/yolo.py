@@ -29,12 +29,18 @@ from ray_app.ingest.readers.image_files import (
     map_small_files,
     read_small_file,
 )
-from ray_app.ingest.readers.image_names import FolderListing, has_image_suffix, is_below, order_splits, without_suffix
+from ray_app.ingest.readers.image_names import (
+    MAX_DEPTH,
+    FolderListing,
+    has_image_suffix,
+    images_below,
+    is_below,
+    order_splits,
+    without_suffix,
+)
 from ray_app.storage.data_files import File, files_in, find_file, folders_in, is_folder, parser_errors, printable_name
 from ray_app.storage.files import Location
 
-_MAX_DEPTH = 16
-"""Maximum number of folders inside each other; a link may lead to a folder above itself."""
 _OTHER_TEXTS = ("classes.txt", "train.txt", "val.txt", "test.txt")
 """Text files beside labels that are no labels."""
 
@@ -152,7 +158,7 @@ class Yolo(AnnotatedImages):
         for name, several in named.items():
             images = []
             for one in several:
-                images += self._listed_images(one) if isinstance(one, File) else _images_below(one)
+                images += self._listed_images(one) if isinstance(one, File) else images_below(one)
                 if not images:
                     raise DataError(f"{self._names_file}: no image in {one}. Correct it, or add images.")
             splits[name] = [(image, self._label_of(image, listing)) for image in images]
@@ -244,7 +250,7 @@ class Yolo(AnnotatedImages):
         if file := listing.find(image.location.parent, stem):
             return file
         below, folder = [stem], image.location.parent
-        for _ in range(_MAX_DEPTH):
+        for _ in range(MAX_DEPTH):
             if folder.name == "images":
                 return listing.find(folder.parent / "labels", "/".join(below))
             if folder.parent == folder:
@@ -298,11 +304,3 @@ def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, .
         raise ValueError(f"{len(numbers)} numbers after the class; expected 4, or the points of a polygon")
     xs, ys = numbers[::2], numbers[1::2]
     return category, (min(xs), min(ys), max(xs), max(ys)), tuple(numbers)
-
-
-def _images_below(folder: Location, depth: int = 0) -> list[File]:
-    """Returns the images in a folder and in the folders in it."""
-    if depth > _MAX_DEPTH:
-        raise DataError(f"{folder}: folders are more than {_MAX_DEPTH} deep in each other. Is one of them a link?")
-    images = [file for file in files_in(folder) if has_image_suffix(file)]
-    return [*images, *(image for inner in folders_in(folder) for image in _images_below(inner, depth + 1))]

@@ -93,7 +93,7 @@ def test_event_files_hold_the_points_of_mlflow_and_no_secret(tmp_path: Path) -> 
     run.evaluate(10)
     run.evaluate(10, "august", f1=0.5)
     run.record(13, 27)
-    assert event_writer.close(finished=True, timeout_s=60)
+    assert event_writer.close("FINISHED", timeout_s=60)
     points_of, expected = points_in(run.paths.root / "tensorboard"), run.expected_points(27)
     assert points_of.keys() == expected.keys()
     for name, points in expected.items():
@@ -153,7 +153,7 @@ def test_a_run_on_s3_gets_one_complete_event_file(s3_server: S3Server, s3_folder
     for _ in range(2):
         event_writer = EventFileWriter(paths, local.config)
         event_writer.start()
-        assert event_writer.close(finished=True, timeout_s=60)
+        assert event_writer.close("FINISHED", timeout_s=60)
     [(name, data)] = full_files(paths).items()
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -172,7 +172,7 @@ def test_a_storage_error_is_logged_once_and_all_points_arrive_later(
         event_writer.start()
         wait_until(lambda: caplog.records, "no warning was logged")
         (run.paths.root / "tensorboard").unlink()
-        assert event_writer.close(finished=True, timeout_s=60)
+        assert event_writer.close("FINISHED", timeout_s=60)
     assert [record.message for record in caplog.records if "training goes on" not in record.message] == []
     assert len(caplog.records) == 1
     assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["lr"]] == [10, 20]
@@ -185,7 +185,7 @@ def test_event_files_are_written_without_tensorboard(tmp_path: Path, monkeypatch
         run.record(1, 20)
         event_writer = EventFileWriter(run.paths, run.config)
         event_writer.start()
-        assert event_writer.close(finished=True, timeout_s=60)
+        assert event_writer.close("FINISHED", timeout_s=60)
     assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["loss"]] == [10, 20]
 
 
@@ -204,7 +204,7 @@ def test_a_full_disk_loses_no_point(
     run.record(1, 40)
     event_writer = EventFileWriter(run.paths, run.config)
     event_writer.start()
-    assert event_writer.close(finished=True, timeout_s=60)
+    assert event_writer.close("FINISHED", timeout_s=60)
     assert len(caplog.records) == 1
     assert [step for step, *_ in points_in(run.paths.root / "tensorboard")["loss"]] == [10, 20, 30, 40]
     assert len(full_files(run.paths)) == 1

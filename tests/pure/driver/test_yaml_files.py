@@ -34,28 +34,27 @@ def test_a_malformed_file_is_refused_with_its_line_and_the_remedy(tmp_path: Path
 
 
 def test_integer_keys_of_a_configuration_stay_integers(tmp_path: Path) -> None:
-    file, stored = tmp_path / "masks.yaml", tmp_path / "config.yaml"
-    file.write_text(MASKS)
+    file, stored = tmp_path / "weighted.yaml", tmp_path / "config.yaml"
+    file.write_text(WEIGHTED)
     config = load_config(file, data__path=str(tmp_path))
     assert config.task is not None
-    assert config.task.init_args["mask_values"] == {0: 0, 255: 1}
+    assert config.task.init_args["class_weight"] == {0: 1.0, 255: 2.5}
     stored.write_text(config.to_yaml())
     assert load_config(stored) == config
-    arguments = [f"--config={file}", "--task.init_args.mask_values={0: 0, 7: 1}", f"--data.path={tmp_path}"]
+    arguments = [f"--config={file}", "--task.init_args.class_weight={0: 0.5, 7: 1.0}", f"--data.path={tmp_path}"]
     parsed, _ = parse_with_sections(arguments, {}, "ray-app train")
     assert parsed.task is not None
-    assert parsed.task.init_args["mask_values"] == {0: 0, 7: 1}
+    assert parsed.task.init_args["class_weight"] == {0: 0.5, 7: 1.0}
 
 
-MASKS = """
+WEIGHTED = """
 task:
-  class_path: ray_app.task.module.ModuleTask
+  class_path: ray_app.task.keras.KerasTask
   init_args:
-    model: {class_path: torch.nn.Flatten}
-    loss: {class_path: torch.nn.CrossEntropyLoss}
+    model: {class_path: keras.layers.Flatten}
     inputs: [image]
-    target: mask
-    mask_values: {0: 0, 255: 1}
+    target: label
+    class_weight: {0: 1.0, 255: 2.5}
 """
 
 

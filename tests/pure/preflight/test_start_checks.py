@@ -319,21 +319,6 @@ def test_a_later_mask_with_other_values_is_a_bad_row(tmp_path: Path) -> None:
         list(reader.read(spec))
 
 
-def test_mask_values_map_values_to_classes(tmp_path: Path) -> None:
-    prepared = prepare_segmentation(write_masks(tmp_path / "a", [0, 255]), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
-    masks = np.array([np.zeros((4, 4)), np.full((4, 4), 255)], np.uint8)
-    decoded = prepared.job.task.decode({"image": np.zeros((2, 4, 4, 3), np.uint8), "mask": masks})
-    assert np.array_equal(decoded["mask"], masks == 255)
-    assert json.loads(json.dumps(vars(prepared.job.task))) == vars(prepared.job.task)
-    with pytest.raises(
-        DataError,
-        match=r"the mask has the values 7, which task\.init_args\.mask_values gives no class; it names 0, 255",
-    ):
-        prepare_segmentation(write_masks(tmp_path / "b", [7] * 4), CROSS_ENTROPY, mask_values={0: 0, 255: 1})
-    with pytest.raises(ConfigError, match=r"mask_values is .* it must be classes by the values of a mask"):
-        prepare_segmentation(write_masks(tmp_path / "c", [0] * 4), CROSS_ENTROPY, mask_values={"a": 1})
-
-
 def test_a_mask_with_255_is_refused_for_a_binary_loss(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the mask 'mask' has the values 255; .* allow 0 to 1"):
         prepare_segmentation(
