@@ -71,6 +71,20 @@ def numbers(table: pa.Table, name: str) -> list[int]:
     return np.frombuffer(table[name].combine_chunks().buffers()[1], "<i8").tolist()
 
 
+def decode_large(rows: dict[str, Any]) -> dict[str, Any]:
+    """Decodes each row to 6 MB, so that a block has four of them."""
+    return {"a": np.zeros((len(rows["a"]), 6_000_000), np.uint8)}
+
+
+def test_the_rows_that_are_decoded_together_become_one_block(tmp_path: Path) -> None:
+    dataset = dataset_of(tmp_path, 20)
+    reader = Reader(dataset.root, ["a"], decode_large, {"a": ArraySpec("|u1", (6_000_000,))})
+    tables = [
+        (table.num_rows, table["a"].num_chunks) for table in fetch_ray(reader, plan_all_reads(dataset.manifest, 10))
+    ]
+    assert tables == [(4, 1), (4, 1), (2, 1)] * 2, "a block of two tables is copied once more where it is read"
+
+
 ROWS = "A process died 3 times while it read part-0.parquet, row group 3, rows 0 to 9 "
 SLICED = "A process died 3 times while it read part-0.parquet, row group 0, rows 30 to 39 "
 
