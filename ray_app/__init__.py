@@ -1,7 +1,5 @@
 """Elastic, bit-exact PyTorch training on Ray clusters that grow and shrink while it runs."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import warnings

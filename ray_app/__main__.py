@@ -1,7 +1,5 @@
 """Runs the command as a module: `python -m ray_app train ...` is `ray-app train ...`, also without a console script."""
 
-from __future__ import annotations
-
 import sys
 
 from ray_app.cli.main import run

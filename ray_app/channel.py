@@ -6,8 +6,6 @@ own. First both ends prove that they know the secret of the listener, which a cl
 sent itself. From then on both ends send frames, a length and that many bytes. Nothing that arrives is unpickled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import logging

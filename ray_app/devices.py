@@ -6,8 +6,6 @@ and methods of `DeviceKind`. An accelerator that torch loads from another packag
 differs from it is a subclass and an entry of `KINDS`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

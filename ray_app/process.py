@@ -4,8 +4,6 @@ The settings are signal handlers, environment variables and garbage collection. 
 which goes on after the run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import gc

@@ -4,8 +4,6 @@ A loop that repeats something after an error in another way says in a comment wh
 (heartbeats, renewals of a lease, trackers, the evaluator) have no such comment: their next turn is the next attempt.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

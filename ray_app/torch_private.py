@@ -4,8 +4,6 @@ They are those of torch 2.13 to 2.15; `pyproject.toml` gives the versions that a
 out of all other modules, so this module is what has to be compared with a new version of torch.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

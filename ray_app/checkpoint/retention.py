@@ -1,7 +1,5 @@
 """Chooses the checkpoints of a run that stay: the newest, the best, and the pinned ones of evaluators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -18,8 +18,6 @@ directory has the fence of its writer, and a run can be resumed from it like fro
 All methods raise `OSError` while the storage does not answer.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The command `ray-app check`: makes all checks of a configuration, in seconds and without a cluster."""
 
-from __future__ import annotations
-
 from ray_app.cli.main import exit_code
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.preflight.checks import CHECKS

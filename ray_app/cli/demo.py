@@ -1,7 +1,5 @@
 """The command `ray-app demo`: ingests the bundled digits into a new folder and trains on them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The command `ray-app describe`: shows the columns of a data set and what tasks take them for."""
 
-from __future__ import annotations
-
 from jsonargparse import ArgumentParser
 
 from ray_app.cli.ingest import print_summary

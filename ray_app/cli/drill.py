@@ -1,7 +1,5 @@
 """The command `ray-app drill`: runs a configuration undisturbed and under named failures, and writes a certificate."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The command `ray-app evaluate`: evaluates the checkpoints of a running, finished or failed run, from another job."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 import time

@@ -1,7 +1,5 @@
 """The command `ray-app export`: writes the model of a run to a folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ray_app.cli.main import exit_code

@@ -1,7 +1,5 @@
 """The command `ray-app init`: writes a new project that trains, and passes its test, unchanged."""
 
-from __future__ import annotations
-
 import argparse
 import keyword
 import re

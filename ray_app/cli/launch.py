@@ -7,8 +7,6 @@ Each keeps a connection to the first one, which sends lines: `ready` once Ray's 
 `ray_app.keras` joins the machines of a program in the same way.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

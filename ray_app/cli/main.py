@@ -4,8 +4,6 @@ Each subcommand is a module beside this one, which is imported when it is called
 imports little, so that commands without torch can use it.
 """
 
-from __future__ import annotations
-
 import atexit
 import difflib
 import importlib

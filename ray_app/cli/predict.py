@@ -1,7 +1,5 @@
 """The command `ray-app predict`: predicts the missing parts of a data set, and shows its progress and a summary."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

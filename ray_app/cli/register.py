@@ -1,7 +1,5 @@
 """The command `ray-app register`: registers a run's best checkpoint in MLflow's model registry."""
 
-from __future__ import annotations
-
 from ray_app.cli.main import exit_code
 from ray_app.driver.model_export import RegisterOptions, register_run
 from ray_app.driver.parsing import parse_options

@@ -1,7 +1,5 @@
 """The command `ray-app report`: the page about a run, whatever state it is in."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 from pathlib import Path

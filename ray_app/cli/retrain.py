@@ -1,7 +1,5 @@
 """The command `ray-app retrain`: retrains a model, shows its audit record, or rolls it back."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

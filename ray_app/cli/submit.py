@@ -1,7 +1,5 @@
 """The command `ray-app submit`: checks a run, submits it as a Ray job, shows its output, and submits it again."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import dataclass, replace

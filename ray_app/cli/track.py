@@ -1,7 +1,5 @@
 """The command `ray-app track`: sends the record of a run that has ended to MLflow, as far as it is missing there."""
 
-from __future__ import annotations
-
 import argparse
 
 from ray_app.cli.main import exit_code

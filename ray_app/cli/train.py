@@ -1,7 +1,5 @@
 """The command `ray-app train`: trains a configuration, and reports the result by its exit code."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 

@@ -1,7 +1,5 @@
 """The command `ray-app watch`: shows the present state of runs on the terminal and as a page."""
 
-from __future__ import annotations
-
 import argparse
 from contextlib import ExitStack
 from functools import partial

@@ -5,8 +5,6 @@ and `check_window_memory` check that decoded data fits into memory: the data tha
 and shuffle windows into the memory of a node.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import math

@@ -5,8 +5,6 @@ itself with `failure.recovery: restart` and with versions of Ray that are not te
 The latter needs no private name of Ray.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import threading

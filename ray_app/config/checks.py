@@ -4,8 +4,6 @@
 returns a list of problems, so that `check_config` refuses a configuration with all of its problems at once.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import unicodedata

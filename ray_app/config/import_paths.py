@@ -4,8 +4,6 @@
 ask for the path of the package.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

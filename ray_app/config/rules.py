@@ -4,8 +4,6 @@ The type of a field has its range, as in `epochs: PositiveInt`, and the referenc
 fields that is refused. Every check returns problems, so that `refuse` names all of them at once.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable

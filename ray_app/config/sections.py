@@ -4,8 +4,6 @@ The docstrings are the user's reference: `--help` and `docs/reference/configurat
 field that changes the resulting parameters is declared with `result_field(...)` and is part of the run's digest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 

@@ -4,8 +4,6 @@ All code that treats strategies differently asks for a trait of the record. Only
 strategy together (`train/build.py`, `reduction/bucketed.py`) compare names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple

@@ -4,8 +4,6 @@ A configuration has precedence over a variable, and a line says so. A variable o
 a part of the environment that checkpoints record. docs/environment.md says for each tool what a run does with it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import locale
 import os

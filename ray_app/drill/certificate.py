@@ -1,7 +1,5 @@
 """The result of a drill: the comparison of each run with the undisturbed one, its measurements, and the table."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

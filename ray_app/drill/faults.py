@@ -5,8 +5,6 @@ The hooks are pickled and run in a worker, in the evaluator or in another driver
 a file with the node, the time and the process. A fault without its evidence does not count.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

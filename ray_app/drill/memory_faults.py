@@ -3,8 +3,6 @@
 The latter is put into a control group (cgroup, version 1 or 2) with little memory.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import uuid

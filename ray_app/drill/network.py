@@ -6,8 +6,6 @@ privileges. The kernel does not acknowledge the dropped packets either, so after
 connection gets an error. The kernel counts the packets that it drops; this count is the evidence.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """Scenarios on the drill's own cluster: nodes are killed, drained or added, or the GCS is away for a while (`head`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Scenarios in which processes of a run die, are stopped or slowed down, end early or have a wrong clock."""
 
-from __future__ import annotations
-
 import errno
 import subprocess
 import tempfile

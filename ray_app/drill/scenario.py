@@ -1,7 +1,5 @@
 """The description of a drill scenario: its input, the plan that it returns, and the run that the plan has disturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -3,8 +3,6 @@
 Every run has a time limit (`time_limit`), which also ends waits inside of libraries.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import threading

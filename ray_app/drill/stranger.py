@@ -6,8 +6,6 @@ root, the process becomes an unprivileged user. Meanwhile a worker is killed, so
 parameter servers, where none forms.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

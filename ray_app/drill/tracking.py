@@ -1,7 +1,5 @@
 """The scenario `mlflow`: the drill's own MLflow server is killed while a run is tracked, and starts again later."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training in the background of a notebook, which other cells watch, disturb and stop."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

@@ -5,8 +5,6 @@ did not, in the run directory, in `summary.json` and in MLflow. Any process may 
 a time, and only after the driver has ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

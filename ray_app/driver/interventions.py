@@ -1,7 +1,5 @@
 """Answers the workers' questions between two epochs by the code that intervenes, in the driver's process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

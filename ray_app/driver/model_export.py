@@ -4,8 +4,6 @@
 checkpoint to a folder, for machines without Ray and registry.
 """
 
-from __future__ import annotations
-
 import getpass
 import logging
 import shlex

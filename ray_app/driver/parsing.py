@@ -5,8 +5,6 @@ checks the YAML files, with errors that name the line, and afterwards `check_imp
 functions that the arguments of a task name. `driver/refusals.py` explains jsonargparse's errors.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import inspect

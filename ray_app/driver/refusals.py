@@ -1,7 +1,5 @@
 """Explanations of jsonargparse's long errors in one line: the field, its value, and the nearest valid names."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

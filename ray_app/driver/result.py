@@ -1,7 +1,5 @@
 """The result of a run, which `run_training` returns, and the comparison of several runs in a notebook."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

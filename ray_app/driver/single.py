@@ -3,8 +3,6 @@
 Another thread shows progress. The result is bit-identical to that of workers.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

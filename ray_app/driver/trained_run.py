@@ -1,7 +1,5 @@
 """Trained runs, read from their directories: the prepared task, the choice of a checkpoint, and its model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

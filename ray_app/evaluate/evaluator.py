@@ -9,8 +9,6 @@ With `evaluate.workers` above 1 the evaluator has further actors (`ScoringPool`)
 set. The parts consist of chunks that do not depend on the number of actors, so the metrics are bit-identical.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ Its shards are written beside those that are there. `_ingest.json` in each data 
 the new descriptions in the end: from then on the addition is finished by any later one, before it is undone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

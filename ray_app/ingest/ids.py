@@ -4,8 +4,6 @@ All data sets of an ingest have the same numbers. `dataset.json` lists the value
 each shard has their count and digest in its metadata, so that data with other numbers is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

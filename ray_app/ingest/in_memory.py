@@ -1,7 +1,5 @@
 """Data sets of what a program holds: arrays, tables, and results of databases."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

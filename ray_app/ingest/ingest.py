@@ -14,8 +14,6 @@
 data sets of the arrays and tables of a notebook or a program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The options of an ingest and their check."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

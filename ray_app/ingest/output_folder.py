@@ -6,8 +6,6 @@ until its `_dataset.json` is written. In both cases the next ingest with the sam
 interrupted one has finished.
 """
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import hashlib

@@ -4,8 +4,6 @@
 facts of a data set, and `describe_parquet` reads these facts from a folder of Parquet.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ tasks bound the memory. The input splits write runs: files of some rows in the o
 a range of hashes, reads its rows from all runs and writes shards.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from bisect import bisect_left

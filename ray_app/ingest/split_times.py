@@ -1,7 +1,5 @@
 """Times by which an ingest divides rows between `train` and `eval` (`IngestOptions.split_by`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@
 `PartSummary.table` has a row of text for each column, which the terminal and notebooks show.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -4,8 +4,6 @@
 arguments, and calls `run_training`. So a call is a run like any other, with a directory, a report and a resume.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import math

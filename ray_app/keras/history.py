@@ -1,7 +1,5 @@
 """The course of a run of a Keras program: what `fit` returns, and the lines that it prints."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@
 prediction needs; they execute and unpickle nothing of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

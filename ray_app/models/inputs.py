@@ -5,8 +5,6 @@ row of a table is a dictionary; several are a table of pandas, Polars or Arrow, 
 dictionaries. A text is a text where the data set had a tokenizer. The path of a Parquet data set stands for its rows.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Sequence

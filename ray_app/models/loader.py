@@ -5,8 +5,6 @@ the rest of ray_app. It unpickles nothing and evaluates no expression of an arch
 that requires more is refused.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

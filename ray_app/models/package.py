@@ -14,8 +14,6 @@ The model is stored by `torch.export` where that works, and otherwise as safeten
     data/model/_tokenizer.json          the tokenizer of the texts that were trained on, if the data set has one
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.metadata

@@ -4,8 +4,6 @@ The task of a package is made again from its settings, which are data: only task
 of torchvision, so that nothing that a package names is imported besides these.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

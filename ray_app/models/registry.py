@@ -8,8 +8,6 @@ All functions also raise whatever MLflow raises, mostly because it cannot be rea
 proportion to the size of the files, and are repeated after an outage.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

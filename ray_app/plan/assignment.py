@@ -5,8 +5,6 @@ its size. So any 2^k logical workers from a multiple of 2^k on are a node, for e
 block sends one sum. The tree depends on the number of logical workers only, never on the assignment.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

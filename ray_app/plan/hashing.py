@@ -3,8 +3,6 @@
 The mixer is SplitMix64's finalizer (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -1,7 +1,5 @@
 """The actors of a batch prediction: they load the model, and turn one table of decoded rows into one part file."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -4,8 +4,6 @@ The model is a version of the registry, an export, or the best checkpoint of a r
 checked here, before anything is written.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

@@ -4,8 +4,6 @@ Losses with negatives from the batch compare rows, layers may normalize over a b
 what shorter rows are padded with. Such an evaluation has fixed batches (`evaluate.fixed_batches`).
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from typing import Literal, NamedTuple

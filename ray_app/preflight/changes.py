@@ -5,8 +5,6 @@ what the result depends on besides configuration and data. `data.json` stores th
 data file (in a bucket its ETag), so that data that was changed in place is noticed.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

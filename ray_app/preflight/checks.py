@@ -5,8 +5,6 @@ The start of a run (`prepare`) makes those with `at_start` and ends with the err
 the configuration, the data and the stored run, and compare short trainings; other modules have those of the model.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Descriptions of the data for the start of a run: the columns that a task uses and leaves out, and warnings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ray_app.config.config import Config

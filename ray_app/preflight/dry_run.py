@@ -4,8 +4,6 @@ Errors of the task, the optimizer and the schedule are raised here rather than i
 start of the cluster.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re

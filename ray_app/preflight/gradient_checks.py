@@ -5,8 +5,6 @@ is weighted by its number of rows. Parameters that no row uses, and losses that 
 reported at the start. So are batch normalizations of a single value, which has no variance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """What a run is made of: its name, the task, the order of the rows, a first row, evaluation data, parameters."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import tempfile

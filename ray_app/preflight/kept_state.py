@@ -5,8 +5,6 @@ no checkpoint has it. So a parameter outside the model is refused, and so are co
 task, a loss, a transform or a part of the model changes with every call.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

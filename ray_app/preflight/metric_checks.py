@@ -4,8 +4,6 @@ An evaluation scores rows in chunks and combines the states of the chunks. So a 
 and a value that a script or a Lightning module logs for a batch must be a mean over the rows of the batch.
 """
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ have operations that PyTorch replaces in deterministic mode, such as bilinear in
 `torch.nn.functional.interpolate`, nor operations that a CPU refuses as well, such as `put_` without `accumulate`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise

@@ -4,8 +4,6 @@
 run, or updates the stored configuration of an existing one. `ray-app check` prints what `check_task` has found.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -4,8 +4,6 @@ A model may lack classes, a vocabulary or positions for values and lengths that 
 evaluation data.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

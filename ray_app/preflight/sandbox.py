@@ -5,8 +5,6 @@ and answers each line with a line of exit statuses. The function and the argumen
 process writes the result to `<number>.result` and its output to `<number>.out`.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

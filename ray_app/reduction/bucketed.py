@@ -13,8 +13,6 @@ The buckets and hooks follow Li et al., "PyTorch Distributed: Experiences on Acc
 2020.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate

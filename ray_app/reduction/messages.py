@@ -10,8 +10,6 @@ other place and time than its own, also one of an earlier generation or step. Th
 before memory for the body is allocated. Tensors of a model travel without it (`reduction.transport`): they are numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import pickle

@@ -3,8 +3,6 @@
 Tests check the order of work on simulated devices; `docs/gpu.md` says what has run on a GPU.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future

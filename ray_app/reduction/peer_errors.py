@@ -5,8 +5,6 @@ After an abort, backends raise errors of many classes with many messages (those 
 torch.distributed has one default group per process at a time, so its state is kept in this module and not in an object.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import traceback

@@ -6,8 +6,6 @@ integer, for the check for silent data corruption, and `state_checksum` a state,
 derives from them.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable

@@ -13,8 +13,6 @@ the backward of one logical worker on every rank at the same time.
   passes a rank has, for its shard of each parameter, the sums of at most log2(L) + 1 nodes.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -10,8 +10,6 @@ Operations in MPICH", 2005: about log2 W rounds, while a ring needs two rounds p
 not matter, because only integers are added. A rank that has the sum knows that all ranks have started the call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta

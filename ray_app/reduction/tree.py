@@ -1,7 +1,5 @@
 """Sums in one fixed binary tree, which are bit-identical for every assignment of their terms to ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

@@ -7,8 +7,6 @@ gathered, from the last stage to the first. Two stages are the hierarchical all-
 Deep Learning Training System with Mixed-Precision", 2018, with additions in one fixed order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

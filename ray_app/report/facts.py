@@ -3,8 +3,6 @@
 The run may be finished, failed or running, and may have no steps and no evaluations.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The figures are curves of the training (`learning_figures`), and curves and a ti
 (`cluster_figures`).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

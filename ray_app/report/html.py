@@ -4,8 +4,6 @@
 run with figures of its report, `Comparison` shows several in a table with common curves; both have the report's style.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The results by class are those of one evaluation: confusion matrix, metrics per 
 The contents of evaluations are validated, because user code writes them.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, field

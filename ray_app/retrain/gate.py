@@ -14,8 +14,6 @@ It has three parts:
   which the best checkpoint is chosen. The same files give the same rows under any name.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The configuration of retraining, `RetrainSection`, and its checks."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

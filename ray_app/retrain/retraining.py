@@ -6,8 +6,6 @@ the version that has it. So a start after a crash at any point continues the rou
 lets only one scheduler at a time do this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass

@@ -13,8 +13,6 @@ All functions raise `OSError` while the storage does not answer. Those that read
 damaged or of a newer version.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ the first megabyte to the storage, about once a second and at the end; no print 
 storage costs nothing but the copy. Output that C code writes to the file descriptors is not copied.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -6,8 +6,6 @@ webhook, a token of a well-known form. Each process looks environment variables 
 the configuration after `register_secrets`. All expressions take a time that grows linearly with the text.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

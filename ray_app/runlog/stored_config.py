@@ -4,8 +4,6 @@
 only the arguments that the user gave: a stored configuration with defaults is the same run as one without.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

@@ -3,8 +3,6 @@
 Locations and their listings are those of `storage/files.py`; Parquet in a bucket is fetched by ranges.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import io

@@ -5,8 +5,6 @@ both have `/`, `name`, `parent`, `exists`, `read_bytes`, `read_text`, `unlink` a
 here and in `storage/data_files.py` do the rest. No other module distinguishes object stores.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -1,7 +1,5 @@
 """Text files: opened uncompressed, and JSON that is read value by value."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `judge` decides whether a job that has ended is submitted again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The checks of this machine before a run is submitted; the driver makes the others before it trains."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The client of the cluster's job server: submits and follows jobs over HTTP, and survives lost connections."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

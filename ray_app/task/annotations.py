@@ -4,8 +4,6 @@ They are a module of their own because jsonargparse, which reads the annotations
 TYPE_CHECKING` of its module.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ exclude each other it is `{"labels": ["cat", "indoors"], "probabilities": {...}}
 plain Python, so that an answer can be printed, compared and written as JSON.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

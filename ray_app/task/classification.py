@@ -4,8 +4,6 @@ Mixup and cutmix draw random numbers keyed by the row, and mix a row with the ro
 belongs to one logical worker, so the result does not depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal

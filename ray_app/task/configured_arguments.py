@@ -5,8 +5,6 @@ or any callable of outputs and target, for each row, and the accuracy. `target_r
 target may have for such a loss.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 `constant_scores` computes them at a start; `describe_constant` compares them with the evaluation at the end of a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Besides configuration and data, results depend on the number of threads, the ker
 device. `set_up_torch` fixes threads, kernels and device; `describe` returns all of them, which checkpoints record.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@
 imported only where metrics are used, since the import of torchmetrics takes seconds.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

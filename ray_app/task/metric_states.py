@@ -8,8 +8,6 @@ attribute or in a list. The metric itself and those inside it are called its par
 stored by the path of the part.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache

@@ -6,8 +6,6 @@ any number of processes. `resample` computes metrics of data sets in which chunk
 states: it runs no model again.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from base64 import b64encode

@@ -1,7 +1,5 @@
 """Comparison of data with the data that a task was prepared with: columns by name and type, classes by name."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex

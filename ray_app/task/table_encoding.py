@@ -14,8 +14,6 @@ approach, if any, and the `columns`. A column has a `name`, a `kind`, and
 The module stands alone: it needs NumPy and nothing of ray_app, since every model package of such a task has a copy.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections import Counter

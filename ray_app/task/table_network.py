@@ -4,8 +4,6 @@
 `MemberNetwork` is the default network: several small ones that share most of their parameters and are averaged.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

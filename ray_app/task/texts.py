@@ -1,7 +1,5 @@
 """Encoding of texts by a tokenizer of the library `tokenizers`, in an ingest and in a prediction."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -5,8 +5,6 @@ they draw from a generator that is seeded with the key of a row instead, so that
 process that reads it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence

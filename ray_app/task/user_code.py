@@ -4,8 +4,6 @@ A traceback shows the calls in the user's files. Calls in libraries and in this 
 one, which is the most informative.
 """
 
-from __future__ import annotations
-
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence

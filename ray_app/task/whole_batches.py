@@ -3,8 +3,6 @@
 `OwnOptimizer` is the optimizer of a configuration where the task makes the optimizer.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType

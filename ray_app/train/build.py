@@ -5,8 +5,6 @@
 `train/strategies/parameter_server/worker.py`, because its workers form no generations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the training loop of a worker gets from the process that calls it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

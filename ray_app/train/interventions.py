@@ -4,8 +4,6 @@ Rank 0 writes the model of a step as a question, and the driver answers with the
 their states. It is written once, and applied again when a resume comes to its step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 A job is made once for each start of the driver, and is the same for all workers and all attempts of that start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The training loop of one worker: one generation after the other, from the first step of the run to the last."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import tempfile

@@ -1,7 +1,5 @@
 """torch's default process group of a generation: forming it, finding its errors, aborting it from another thread."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

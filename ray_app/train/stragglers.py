@@ -11,8 +11,6 @@ moves because of noise.
 went.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import deque

@@ -4,8 +4,6 @@
 goodput of the newest steps.
 """
 
-from __future__ import annotations
-
 import logging
 
 import ray

@@ -4,8 +4,6 @@ Users write them. `Webhook` is an observer that posts the events to a chat or an
 facts from the run's record, in a thread of the driver, so that they never delay a step.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

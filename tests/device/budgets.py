@@ -4,8 +4,6 @@ The numbers are upper bounds for the small model of `tests/device/strategies.py`
 raises it here and gives the reason; one that needs less lowers it. The uploads of rows are not counted.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

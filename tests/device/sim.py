@@ -5,8 +5,6 @@ for the stream that launches them; `wait()` lets the current stream wait for tha
 it could see. Tensors of the host go through gloo.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 torch, by the entry point that `autoload_folder` writes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import hashlib

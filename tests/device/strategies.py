@@ -1,7 +1,5 @@
 """The strategies that train on simulated devices, and a job for each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Only the workers import `tests.device.sim`; the process of the tests has no simulated device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import traceback
 from collections.abc import Iterator

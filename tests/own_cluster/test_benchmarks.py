@@ -1,7 +1,5 @@
 """The benchmarks run and print their measurements."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

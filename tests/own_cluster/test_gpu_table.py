@@ -1,7 +1,5 @@
 """The GPU benchmarks can write their table: a dry run on the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The notebooks run in a kernel, as in Jupyter."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The folder has copies of `conf` and `datasets`, and the files that the reader of
 `conf` and in the files that the page writes, becomes `epochs: 1`, so that a page takes a minute; all else is unchanged.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The wheel as its users install it: in their environment, with their project, and without the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

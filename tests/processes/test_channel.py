@@ -1,7 +1,5 @@
 """Authenticated connections: the handshake with the secret, frames, and limits."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

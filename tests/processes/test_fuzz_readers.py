@@ -1,7 +1,5 @@
 """100,000 mutated files: each is refused by a clear error or read, nothing of it runs, and no process dies or grows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Without one of the fixes for losses on GPUs a test fails: each is removed in a copy of the project, in turn."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The pages of the documentation in a real headless Chromium, wide and narrow, light and dark."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two files of ratios are compared with the noise of their nulls as limits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every library that the package imports is a declared dependency, or belongs to an extra that is asked for by name."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """The kinds of devices: no other module names one; the device of a process, its kernels and its description."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import re

@@ -2,8 +2,6 @@
 messages of the code.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

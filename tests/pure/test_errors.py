@@ -1,7 +1,5 @@
 """The exceptions: each one survives pickling."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The measurements of the GPU table: their order, the effect of a failed one on the others, and their use of traces."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ A missing attribute raises only when its line runs, and many lines run only on a
 in no version of PyTorch once ended every run on a GPU at its first worker.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from ray_app.cluster import ray_private

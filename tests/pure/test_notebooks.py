@@ -1,7 +1,5 @@
 """The stored outputs of notebooks; `tests/own_cluster/test_notebook.py` executes the notebooks."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 torch in one module, and the committed picture is that of the code.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -3,8 +3,6 @@
 `python tests/pure/test_pages.py FILE ...` prints what is too long in Markdown files.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Changes of a run to its process are undone, also where two runs overlap in time."""
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Retries: their number, the length of pauses, and the errors that end them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 compiler.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

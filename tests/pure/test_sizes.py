@@ -3,8 +3,6 @@
 A ceiling is lowered when a package shrinks, and raised only in a commit with a body that says what the lines are for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -4,8 +4,6 @@ that this test refuses.
 `python tests/pure/test_vocabulary.py FILE_OR_FOLDER ...` prints the findings in Python files and pages.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,7 +1,5 @@
 """An emulator of Azure Blob Storage on loopback: Azurite, a program of npm, that keeps everything in memory."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

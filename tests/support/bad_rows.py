@@ -1,7 +1,5 @@
 """A task that cannot decode some rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

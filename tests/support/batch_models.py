@@ -1,7 +1,5 @@
 """Tasks and models that evaluate a row by the rows of its batch, and the same ones with the remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

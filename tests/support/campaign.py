@@ -6,8 +6,6 @@ form a new generation with it. A worker reports its death and the phase just bef
 proves the death.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

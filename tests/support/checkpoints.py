@@ -1,7 +1,5 @@
 """Small checkpoints for tests."""
 
-from __future__ import annotations
-
 import torch
 
 from ray_app.checkpoint.format import Snapshot, pack

@@ -1,7 +1,5 @@
 """Fixtures: one Ray cluster and one small data set for all tests that need real Ray."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

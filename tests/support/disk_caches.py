@@ -1,7 +1,5 @@
 """Jobs with their rows in a disk cache, and the micro-batches that are read with and without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A drill scenario and the record of a run, written by hand."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

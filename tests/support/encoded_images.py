@@ -1,7 +1,5 @@
 """Image files of every supported kind, and damaged variants of them; all are the same in each run."""
 
-from __future__ import annotations
-
 import io
 import random
 import struct

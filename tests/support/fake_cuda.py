@@ -1,7 +1,5 @@
 """CUDA streams that record the order of calls; their effect on a GPU can be tested only on a GPU."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The directory and the MLflow run of a finished run with two checkpoints, written without training."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The child prints what became of the mutants as JSON. It keeps the number of the 
 which the parent knows which one has ended it.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

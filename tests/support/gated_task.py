@@ -1,7 +1,5 @@
 """Tasks that block their workers in the middle of a run, or of a prediction, until a test lets them continue."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -5,8 +5,6 @@ of a conditional put, and the generation of an object in the answer. Emulators o
 (gcp-storage-emulator) have neither its listing nor its deletion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

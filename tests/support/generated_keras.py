@@ -3,8 +3,6 @@
 A program is a choice for each key of `GRAMMAR`, of which the first is the simplest.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Model, loss, data and schedules are those of `generated_programs`.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Metrics of torchmetrics drawn from a grammar, as a configuration of `ray_app` and updated once with all rows."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The models of generated programs, and losses that are not of torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ A program is a choice for each key of `GRAMMAR`, of which the first is the simpl
 `form` is a `ModuleTask`, a `Task` with a loss for each row, or a loop of the user's own.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import random

@@ -3,8 +3,6 @@
 A table is a choice for each key of `GRAMMAR`, of which the first is the simplest.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import json

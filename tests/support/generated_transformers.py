@@ -1,7 +1,5 @@
 """Models of `transformers` drawn from a grammar, as configurations of `ray_app` and trained by its `Trainer`."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Several hosts on one machine: network namespaces on a bridge, each with its own raylet and a link that can be cut."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

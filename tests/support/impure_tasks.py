@@ -1,7 +1,5 @@
 """Tasks that use forbidden sources of random numbers, or state that a replaced worker does not have."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

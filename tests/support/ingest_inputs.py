@@ -1,7 +1,5 @@
 """Inputs for the tests of ingest, and functions that read its output."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

@@ -1,7 +1,5 @@
 """Writes the same rows in the format of each source that has columns, for tests of a rule in all formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small intact source for each reader of raw data."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Faults that tests inject into a run. Each one writes a file when it happens, by which a test proves that it did."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ A program is a function that returns a compiled model, as its author would write
 the columns that go into it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Calls of `ray_app.keras.fit` in a folder, and their comparison with `fit` of Keras."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

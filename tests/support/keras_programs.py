@@ -4,8 +4,6 @@
 tutorial on several workers.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models with a `train_step` of their own, of the kinds that the guides of Keras have."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

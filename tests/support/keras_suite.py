@@ -3,8 +3,6 @@
 `python -m tests.support.keras_suite [arguments of pytest]` runs them; this module is the plugin of pytest, too.
 """
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import sys

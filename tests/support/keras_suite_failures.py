@@ -1,7 +1,5 @@
 """The tests of Keras that need an absent library, and the tests that cannot pass here, each with its reason."""
 
-from __future__ import annotations
-
 ABSENT = {
     "tensorboard_test": "reads event files by TensorFlow",
     "orbax_checkpoint_test": "needs Orbax",

@@ -1,7 +1,5 @@
 """Tasks of the programs in `keras_programs`, with images and labels as columns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A task with a mistake that the preflight, which runs in the driver, does not find."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray

@@ -1,7 +1,5 @@
 """The names of libraries that the code uses, and whether they exist in the installed versions."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import warnings

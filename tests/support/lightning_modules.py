@@ -1,7 +1,5 @@
 """Lightning modules, and a similar module without Lightning, for the import paths of configurations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytorch_lightning as pl

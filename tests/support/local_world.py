@@ -1,7 +1,5 @@
 """Small jobs over generated images, and a configurable membership without Ray."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Training loops for the import paths of configurations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

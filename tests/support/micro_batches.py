@@ -1,7 +1,5 @@
 """All micro-batches that the feeds of some workers deliver, for comparison with those of other workers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

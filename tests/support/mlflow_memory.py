@@ -1,7 +1,5 @@
 """An in-memory client of MLflow's registry, for histories of hundreds of calls."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A real MLflow server on loopback that can be stopped, killed and restarted, and stubs of a broken one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Seeded damage of small real files, as by disks, networks, editors and attackers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 As a script (`python -m tests.support.notebooks`) it stores their outputs without names of this machine.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import re

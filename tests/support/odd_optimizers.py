@@ -1,7 +1,5 @@
 """User-defined optimizers and schedules that a run must support or refuse."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks and models that a start refuses, for the import paths of configurations."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The cost of a call in bytecode operations of Python, which other processes do not influence."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -3,8 +3,6 @@
 As a script it is that driver; its arguments are the configuration file and the number of steps.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The gradient reducer of docs/strategies.md as a module, which workers import by its path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.pages import blocks

@@ -4,8 +4,6 @@ A mark is a comment in the line before a block: `<!-- not run: REASON -->`, `<!-
 `<!-- file: NAME -->` for a block that a reader writes to a file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

@@ -1,7 +1,5 @@
 """Pictures of different sizes, with masks, numbers and classes, as Parquet."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

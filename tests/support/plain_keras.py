@@ -1,7 +1,5 @@
 """Keras in a process of its own, without ray_app, as the receiver of an export has it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

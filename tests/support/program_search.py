@@ -1,7 +1,5 @@
 """What searches of generated programs share that compare `ray_app` with another tool."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Container, Iterable, Iterator

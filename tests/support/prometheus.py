@@ -1,7 +1,5 @@
 """The metrics that Ray's agent exports, and a real Prometheus server that scrapes them, if one is installed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

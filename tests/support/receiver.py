@@ -1,7 +1,5 @@
 """A server on loopback to which observers post messages."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ random numbers use the state of the generator at the replay. The memory of captu
 replay, and reading a value on the host ends a capture with CUDA's error message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

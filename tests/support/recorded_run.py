@@ -1,7 +1,5 @@
 """A run directory with a record, and the points that MLflow should have of it."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from pathlib import Path

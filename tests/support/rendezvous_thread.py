@@ -1,7 +1,5 @@
 """The real rendezvous without Ray: in a thread of the test, with its server, and real clients in other processes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

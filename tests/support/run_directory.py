@@ -1,7 +1,5 @@
 """Run directories that are written by hand as a run would write them, for tests of their readers."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -3,8 +3,6 @@
 As a script it serves; `S3Server` starts the script and sends it the faults.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

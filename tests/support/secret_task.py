@@ -1,7 +1,5 @@
 """A task with secrets as arguments, and an error message that contains them."""
 
-from __future__ import annotations
-
 import base64
 import os
 from io import StringIO

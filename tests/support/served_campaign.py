@@ -5,8 +5,6 @@ call of the servers, and when only the first server has executed it. A lost proc
 a new one replaces it.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

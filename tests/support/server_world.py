@@ -1,7 +1,5 @@
 """Parameter servers without Ray: the real workers, servers and coordinator in one thread; a test chooses the order."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The data set of docs/detection.md: images of different sizes with the boxes of their objects."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs of `fsdp` on a few rows, and the comparison of their results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

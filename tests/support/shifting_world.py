@@ -1,7 +1,5 @@
 """Workers as plain processes; their set changes while they train, as planned or because one is killed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

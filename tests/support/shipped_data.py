@@ -1,7 +1,5 @@
 """Small data sets for the configurations in `conf/`, with the columns of the real ones."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

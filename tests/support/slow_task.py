@@ -1,7 +1,5 @@
 """A task that is slow enough for faults to hit it, until a test lets it run at full speed."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models for the import paths of configurations."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

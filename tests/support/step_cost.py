@@ -2,8 +2,6 @@
 thread.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

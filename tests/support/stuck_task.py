@@ -1,7 +1,5 @@
 """A task that stalls in its read tasks."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

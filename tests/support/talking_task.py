@@ -1,7 +1,5 @@
 """A task that prints in training and in evaluations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

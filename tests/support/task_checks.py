@@ -1,7 +1,5 @@
 """The results of `check_task` that tests of tasks expect."""
 
-from __future__ import annotations
-
 from ray_app import TaskCheck
 
 TOPICS = ("one row", "randomness", "training", "workers", "resume", "evaluation", "export")

@@ -1,7 +1,5 @@
 """The texts of docs/text.md, written by the script of the page."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

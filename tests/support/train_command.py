@@ -1,7 +1,5 @@
 """The command `ray-app train` in this process, and its arguments."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Models, a loss and a task with arguments without type hints, as users often write them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

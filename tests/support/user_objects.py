@@ -1,7 +1,5 @@
 """Losses, transforms and models as users write them, with parameters, buffers, generators and counters."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Tests with processes and files of several users."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Waiting for other threads and processes: polls a condition with a deadline, instead of sleeping for a fixed time."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Workers that join a rendezvous and send heartbeats to it, in the process of the test and by its clock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any

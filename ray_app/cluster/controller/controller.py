@@ -14,8 +14,6 @@ Another version of Ray may lack any of these. `cluster/trainer.py` uses this mod
 back to restarting all workers if it fails before the first step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

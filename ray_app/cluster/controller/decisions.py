@@ -4,8 +4,6 @@ In each iteration of its control loop `ElasticController` builds a `ControllerSt
 `decide` returns. A run is given up where a decision is charged: `FailureBudget` raises once a budget is spent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil

@@ -1,7 +1,5 @@
 """The budget for failures, and the stop for a failure that repeats itself."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import groupby

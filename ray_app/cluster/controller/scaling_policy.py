@@ -6,8 +6,6 @@ through a dashboard, which may not run. What is done with the capacity is decide
 `cluster/controller/decisions.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import time

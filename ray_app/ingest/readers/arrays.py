@@ -4,8 +4,6 @@ They stream the arrays in files from front to back, also from archives and objec
 `numpy.load` and the readers of torchvision would hold whole files in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

@@ -6,8 +6,6 @@ lists of any length stay lists if the user allows them, a label of text becomes 
 classes become the array `target`, and images are decoded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 It reads `save_to_disk` folders, and .arrow, .feather and .parquet files.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ files of one channel that has the classes, if the user names these by values or 
 row without boxes. With the option `segmentation` the outlines of objects become one mask of classes for each image.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

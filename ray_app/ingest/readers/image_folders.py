@@ -4,8 +4,6 @@ The class of an image is its folder, or a file of labels has a row for each, or 
 training decodes go unchanged into the column `image`; TIFF, BMP and AVIF files are stored as PNG. The rows are mixed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Names of images: their suffixes, their files in folders, and how the rows of a file of labels name them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any

@@ -4,8 +4,6 @@ Every table has a column `row_id` (string), which says where the row comes from.
 `BLOCK_BYTES` of rows in memory.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import threading

@@ -6,8 +6,6 @@ https://www.tensorflow.org/tutorials/load_data/tfrecord. TensorFlow itself is no
 process, and it names no row that cannot be used.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import struct

@@ -4,8 +4,6 @@ Members are read in place and never extracted. The library `webdataset` is not u
 and limits of this reader nor its refusals of single rows with a reason.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

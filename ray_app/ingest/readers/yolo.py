@@ -1,7 +1,5 @@
 """Reader of images with boxes around their objects as data sets of YOLO have them: `data.yaml` and files of labels."""
 
-from __future__ import annotations
-
 import os
 import re
 import reprlib

@@ -4,8 +4,6 @@ What they decide there (`stop_training`, the learning rate, weights) is an inter
 effect on all workers before the next step. A few callbacks do what every run does, and do not run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Copies of Keras models by value, for workers or in one process, with all private names of Keras that they need."""
 
-from __future__ import annotations
-
 import copyreg
 import hashlib
 import importlib

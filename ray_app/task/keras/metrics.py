@@ -4,8 +4,6 @@ A metric of Keras keeps variables, most of which are sums over rows. Their state
 torchmetrics metric here, so that an evaluation combines, shares and resamples them like any other metric's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ state is in `state[p]` of each parameter, as PyTorch's optimizers have it: every
 Numbers that Keras keeps once for all parameters, such as the number of steps, are in the state of each.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

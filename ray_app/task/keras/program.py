@@ -1,7 +1,5 @@
 """Calls the user's function, and returns its compiled model as a module that can be trained."""
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 import warnings

@@ -5,8 +5,6 @@ A phase of a step ends with a call of `apply`. The run adds the gradients of all
 those that earlier phases have left where these end. So each phase computes what it computes in Keras.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import traceback

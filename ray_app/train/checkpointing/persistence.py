@@ -5,8 +5,6 @@ the rest. `SnapshotSender` sends snapshots into the memory of actors outside the
 than checkpoints are written, so that the loss of all workers costs few steps.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import logging

@@ -3,8 +3,6 @@
 This is the newest snapshot with its records, the newest intact checkpoint, or the initial state.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 

@@ -9,8 +9,6 @@ records of every rank; only records that some ranks lack are sent, each by one r
 worker can write the files of its rows.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -5,8 +5,6 @@ its specification says, in the order of the configuration. A turn has the name o
 several optimizers, one after the other, for the rows of each step (`Task.phases`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A pattern is a name of a parameter in which `*` stands for any text (`fnmatch`).
 """
 
-from __future__ import annotations
-
 import difflib
 import io
 from collections import Counter

@@ -18,8 +18,6 @@ Ranks that only keep a copy make it like this, too, because the next step waits 
 for the CPU, and check the order of the calls of the code for the GPU.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import logging

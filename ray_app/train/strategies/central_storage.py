@@ -6,8 +6,6 @@ updates the parameters. A device has parameters and gradients, but no optimizer 
 that of `ddp` on a CPU; on a GPU it may differ from that of `ddp`, because here the optimizer runs on the CPU.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ passes on all ranks, because every pass gathers the parameters from all ranks. `
 optimizers update a rank's shards as plain tensors, with results that are bit-identical to those on whole parameters.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import deque

@@ -13,8 +13,6 @@ to the common parameters; with Nesterov momentum that is DiLoCo (Douillard et al
 `LocalReplica` has the state of one logical worker during a round, and `LocalStep` runs the steps.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

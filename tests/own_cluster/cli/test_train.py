@@ -1,7 +1,5 @@
 """The command `ray-app train`: help, a bad row in mid-run and Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

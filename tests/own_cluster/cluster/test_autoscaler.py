@@ -1,7 +1,5 @@
 """A run waits for nodes, which Ray's autoscaler starts from zero as local processes, and trains on them."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

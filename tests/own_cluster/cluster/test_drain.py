@@ -1,7 +1,5 @@
 """A node of a cluster is drained: its worker leaves, the other continues, and the parameters stay bit-identical."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A host is partitioned from the others and comes back, on real network namespaces."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 that has free CPUs and no label.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

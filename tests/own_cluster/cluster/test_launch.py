@@ -1,7 +1,5 @@
 """`ray-app launch` on two hosts, which are network namespaces: one cluster, and one exit code on both."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

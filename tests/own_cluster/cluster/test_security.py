@@ -2,8 +2,6 @@
 no port to other machines.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Ray counts GPUs that do not exist; a process takes the simulated device with the index that Ray assigns.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

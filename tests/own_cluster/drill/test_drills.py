@@ -1,7 +1,5 @@
 """Whole drills, each on its own cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A stranger attacks the ports of a run on each strategy; the run ends with the parameters of an undisturbed one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The driver is killed, and with it the head of its cluster; the same command continues the run on a new one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One Keras program, started in every process of `TF_CONFIG`, makes one run over their machines, one or several."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 `ray-app submit`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

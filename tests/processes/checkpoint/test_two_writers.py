@@ -2,8 +2,6 @@
 intact checkpoint.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import replace

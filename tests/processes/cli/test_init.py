@@ -1,7 +1,5 @@
 """`ray-app init` writes a project that trains and passes its test unchanged, and refuses unusable names and folders."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

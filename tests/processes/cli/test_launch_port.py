@@ -1,7 +1,5 @@
 """The port at which the processes of several machines connect, with strangers at both of its ends."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import subprocess

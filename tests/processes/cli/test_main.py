@@ -1,7 +1,5 @@
 """The command `ray-app`: its table of commands, its imports, and the requirements in the project file."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

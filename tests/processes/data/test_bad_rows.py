@@ -2,8 +2,6 @@
 and across a resume.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

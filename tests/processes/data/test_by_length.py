@@ -2,8 +2,6 @@
 reader yields the same micro-batches.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product

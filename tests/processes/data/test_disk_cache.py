@@ -1,7 +1,5 @@
 """The disk cache yields the same rows as reading, verifies its content, is shared by readers, and is bounded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

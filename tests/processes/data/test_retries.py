@@ -1,7 +1,5 @@
 """Read tasks retry transient errors of S3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pyarrow as pa

@@ -1,7 +1,5 @@
 """A step and a re-forming need no more than their budgets (`tests/device/budgets.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

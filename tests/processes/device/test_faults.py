@@ -1,7 +1,5 @@
 """Devices that fail for good, memory that a process group needs, and page-locked memory, on simulated devices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of one worker on simulated devices: the others form again, and a broken device joins no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@
 with the reason why none does. Each is removed in the processes of the workers alone.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

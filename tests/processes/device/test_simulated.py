@@ -1,7 +1,5 @@
 """The simulated devices (`tests/device`) do what a GPU does where code could get it wrong."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Every strategy trains on simulated devices (`tests/device`): bit-identical on any number of them, and in order."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

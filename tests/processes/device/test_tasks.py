@@ -1,7 +1,5 @@
 """Lightning modules, loops in user code, Keras programs and exported models compute on simulated devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The devices compute with the kernels of the CPU, so a run without random numbers has the digest of the CPU, too.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The drill shifts the clock of a process, and records with the shifted clock count as evidence."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The drill: comparison of runs, evidence of faults, and refused configurations."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

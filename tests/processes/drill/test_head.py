@@ -1,7 +1,5 @@
 """The drill kills the head's GCS; the evidence must show that steps continued without it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

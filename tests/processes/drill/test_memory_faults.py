@@ -1,7 +1,5 @@
 """The drill exhausts a worker's memory; the kernel kills the worker and counts the kill."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

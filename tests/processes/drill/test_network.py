@@ -1,7 +1,5 @@
 """Connections that the drill cuts, without Ray: no packet gets through, and dropped packets count as evidence."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """A drill runs its scenarios; the runs are stubs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

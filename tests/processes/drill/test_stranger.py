@@ -1,7 +1,5 @@
 """The stranger of the drill does harm where a server lets it, and its scenario fails if it did."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

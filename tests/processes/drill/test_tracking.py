@@ -1,7 +1,5 @@
 """The drill kills its MLflow server; the evidence must show the outage, and that no point is lost or doubled."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run with an unwritable standard output or standard error finishes, and records the failure once."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

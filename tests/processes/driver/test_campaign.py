@@ -2,8 +2,6 @@
 `tests/support/campaign.py`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

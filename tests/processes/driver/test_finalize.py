@@ -1,7 +1,5 @@
 """A run with a killed driver is closed once: in its record, in its summary and in MLflow."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

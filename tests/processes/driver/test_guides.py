@@ -1,7 +1,5 @@
 """The networks of `docs/keras-guides.md`, the guides' programs with `ray_app.keras`, and the loop of `docs/loop.md`."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable

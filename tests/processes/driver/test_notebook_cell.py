@@ -1,7 +1,5 @@
 """The live line of a notebook's cell, and the signal handlers of its process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """The result of a run evaluates on other rows, and predicts."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 

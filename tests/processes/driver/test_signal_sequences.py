@@ -1,7 +1,5 @@
 """Signals in any order and at any time end a training with exit code 75 and a checkpoint, from which it continues."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random

@@ -1,7 +1,5 @@
 """Tests of which error is raised if the training thread and the thread that watches it both fail."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hundreds of damaged images are decoded in another process, since image libraries have crashed processes."""
 
-from __future__ import annotations
-
 import re
 import resource
 import subprocess

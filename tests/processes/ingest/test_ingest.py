@@ -2,8 +2,6 @@
 reason.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

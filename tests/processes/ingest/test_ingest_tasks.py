@@ -2,8 +2,6 @@
 source and target may be on S3.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

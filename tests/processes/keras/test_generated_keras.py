@@ -3,8 +3,6 @@
 KERAS_PROGRAMS is the number of programs of the search; a tenth of them is also trained on workers.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

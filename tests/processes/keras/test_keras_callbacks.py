@@ -1,7 +1,5 @@
 """Callbacks of Keras in `ray_app.keras.fit` beside `Model.fit`: what they see, decide and write, also over a resume."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

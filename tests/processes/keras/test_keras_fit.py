@@ -1,7 +1,5 @@
 """`ray_app.keras.fit`, `evaluate` and `predict` beside `fit`, `evaluate` and `predict` of `keras.Model`."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Metrics, masks and weights of `ray_app.keras.fit` beside `keras.Model.fit`, all rows of an epoch in a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What gives rows to `fit` beside arrays, in which order, and how many are validated; beside plain `Model.fit`."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers and steps that a Keras program has of its own, beside `fit` of `keras.Model`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exported models: written without Ray and MLflow, used where neither is installed, complete or refused."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

@@ -2,8 +2,6 @@
 champion moves last.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

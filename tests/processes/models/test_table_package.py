@@ -1,7 +1,5 @@
 """A table's raw rows get the same answer from the run's task, a batch prediction, an export and an MLflow model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

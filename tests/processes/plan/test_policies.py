@@ -1,7 +1,5 @@
 """Shard policies, balanced sampling and weights: row counts, purity and bit-identical training on any workers."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A run that continues with changed task code reports it, or does not start; its record includes default values."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import partial

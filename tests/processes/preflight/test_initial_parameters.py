@@ -2,8 +2,6 @@
 they do not fit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import shutil

@@ -2,8 +2,6 @@
 reason.
 """
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 from typing import Any

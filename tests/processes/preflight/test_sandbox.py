@@ -1,7 +1,5 @@
 """The processes of a dry run."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The gradient reduction of `ddp`: bucket size, backend and aborts."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import suppress

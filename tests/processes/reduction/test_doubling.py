@@ -3,8 +3,6 @@
 The tests lower the maximum number of ranks of a ring instead of raising the number of ranks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

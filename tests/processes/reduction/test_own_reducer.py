@@ -1,7 +1,5 @@
 """A gradient reducer of the user (`train.reducer`) takes the place of the application's."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fully sharded training is bit-identical to `ddp`, or close to it if the network adds, as workers leave and join."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

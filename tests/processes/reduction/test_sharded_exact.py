@@ -1,7 +1,5 @@
 """Sharded training with the deterministic reduction tree is bit-identical to `ddp` on any number of workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

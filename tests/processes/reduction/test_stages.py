@@ -1,7 +1,5 @@
 """The collectives, stages and memory with which `ddp` reduces its buckets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

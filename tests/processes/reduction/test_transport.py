@@ -1,7 +1,5 @@
 """Point-to-point transport between ranks: during backward, in any order, with late ranks, and with a lost rank."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

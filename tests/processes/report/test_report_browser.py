@@ -2,8 +2,6 @@
 scheme.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The writer's lease: two drivers never write one run, and a dead driver does not block a start."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Data on Google Cloud Storage and Azure Blob Storage, read from emulators, and their URIs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

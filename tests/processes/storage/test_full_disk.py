@@ -1,7 +1,5 @@
 """A disk that is really full: the newest checkpoint stays usable, no incomplete file stays, and later writes work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The run directory on object stores (for S3: moto's server, with faults) has the same guarantees as on a disk."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Errors of an object store are reported soon, in one clear message: the cause, the answer, and the remedy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tasks that leave most methods out: the defaults of these methods, and bit-identical training of such a task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

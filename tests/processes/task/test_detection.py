@@ -1,7 +1,5 @@
 """The detector of docs/detection.md needs no Python and few lines, and trains bit-identically."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated programs give what the tools give that people come from: Lightning, torchmetrics, `transformers`."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Generated programs give what a plain PyTorch loop gives: each step's loss, the final state, and the evaluation."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 loads.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lightning modules: bit-identical training, values that their steps log, and refused modules."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import replace

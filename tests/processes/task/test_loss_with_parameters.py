@@ -1,7 +1,5 @@
 """A configured loss with parameters or buffers is a part of the model: trained, stored, alike on any workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

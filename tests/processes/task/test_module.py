@@ -1,7 +1,5 @@
 """Tasks without a class: a configuration alone trains a model, bit-identically."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A configured model of `transformers` begins with the weights of a folder, and trains bit-identically."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

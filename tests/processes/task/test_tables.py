@@ -1,7 +1,5 @@
 """A tabular task with nothing but its name is bit-identical on any number of workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

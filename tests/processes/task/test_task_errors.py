@@ -1,7 +1,5 @@
 """An error that a task raises during a run is reported with rank, logical worker, step and rows, for every strategy."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A training loop in user code: it is bit-identical after any kill, and misuse is refused with an explanation."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from dataclasses import replace

@@ -2,8 +2,6 @@
 or the driver.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

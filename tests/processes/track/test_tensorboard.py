@@ -1,7 +1,5 @@
 """TensorBoard's event files have the same points as MLflow, each once, after failures of the driver or the storage."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The process group of a device, simulated on a CPU, and how training handles its errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """The benchmark of device memory runs, and its measurements have the expected order."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

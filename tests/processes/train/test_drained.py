@@ -1,7 +1,5 @@
 """All nodes with workers drain at once: the workers save the state and end, and new workers resume from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory of a generation is freed before the next one allocates its own, so a device need not hold both."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The digest of conf/digits.yaml, which README's picture shows, on machines with a recorded digest."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Built-in tasks on texts, objects, pixels and images are bit-identical after a killed worker and a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

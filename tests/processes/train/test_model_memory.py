@@ -1,7 +1,5 @@
 """Models with unusual tensors are bit-identical after a resume, or are refused; they never train to other values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Unusual models, losses and optimizers of users are bit-identical on any number of workers and with all strategies."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

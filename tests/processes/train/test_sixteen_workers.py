@@ -1,7 +1,5 @@
 """The claim of README holds literally: one worker and sixteen workers train the same parameters."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

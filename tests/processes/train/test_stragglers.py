@@ -1,7 +1,5 @@
 """A straggler among several workers is reported, logical workers move away, and training stays bit-identical."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strangers at the ports of workers: they execute nothing, and no port is open to other machines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

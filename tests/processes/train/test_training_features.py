@@ -1,7 +1,5 @@
 """The options of `train.*` and of the image task are bit-identical on any number of workers and after a resume."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The number of workers is not a hyperparameter: training is bit-identical for all world sizes and all stops."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Observers of the events of a run, and the trace of some of its steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

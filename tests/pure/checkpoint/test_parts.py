@@ -1,7 +1,5 @@
 """Checkpoints in parts are written by several ranks, read as a whole or by rows, and committed with all parts."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkpoint store returns to an intact checkpoint after any damage to its files, and the run log records it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -6,8 +6,6 @@ newest intact checkpoint and reports each one that it skips. Invariants of the l
 fence is larger than all earlier ones, and a superseded holder notices it before it commits.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

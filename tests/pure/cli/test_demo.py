@@ -1,7 +1,5 @@
 """`ray-app demo`: the folder that it writes, and the training that it starts."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

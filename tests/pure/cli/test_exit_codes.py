@@ -1,7 +1,5 @@
 """The exit codes of commands, and their one line on standard error, which contains no secret."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Arguments of `ray-app ingest`: texts are taken as they are written, and lists need no brackets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

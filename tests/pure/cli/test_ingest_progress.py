@@ -1,7 +1,5 @@
 """The progress of an ingest: each stage, its rate and the time left, on terminals and in logs."""
 
-from __future__ import annotations
-
 import io
 import threading
 import time

@@ -1,7 +1,5 @@
 """The machines that `ray-app launch` reads from the variables of schedulers."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

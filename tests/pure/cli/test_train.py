@@ -1,7 +1,5 @@
 """`ray-app train` refuses invalid input before it writes anything."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path

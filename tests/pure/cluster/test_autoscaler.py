@@ -1,7 +1,5 @@
 """Detection of an autoscaler from the status that Ray's own processes report."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

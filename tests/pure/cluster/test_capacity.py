@@ -1,7 +1,5 @@
 """Shuffle windows that do not fit into memory are refused before the start."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Label selectors of nodes: the nodes that they select, and invalid selectors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

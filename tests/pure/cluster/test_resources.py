@@ -2,8 +2,6 @@
 parameter servers.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

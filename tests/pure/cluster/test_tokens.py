@@ -1,7 +1,5 @@
 """The token of Ray's clusters: only its owner may read it, and a launch needs one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

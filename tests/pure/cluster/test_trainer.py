@@ -1,7 +1,5 @@
 """The choice between the two kinds of recovery, and the name under which starts request resources."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field

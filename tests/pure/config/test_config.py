@@ -1,7 +1,5 @@
 """The configuration: its checks, the fields that its digest covers, and its YAML."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The error about an optional dependency that is not installed names the extra that contains it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

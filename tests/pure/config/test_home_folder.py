@@ -1,7 +1,5 @@
 """`~` in a path of a configuration or a command is the home folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Import paths of a configuration name classes, functions and attributes of classes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules about settings: every range of every class of options, and every combination that is refused."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The traits of the strategies: every strategy has a record, and code asks for traits instead of comparing names."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import get_args

@@ -1,7 +1,5 @@
 """The environment variables of other tools: what is used, recorded, replaced and refused, and MLflow's."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """`open_dataset` lists the files of a data set, and learns its rows and columns from their footers."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

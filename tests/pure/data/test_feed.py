@@ -1,7 +1,5 @@
 """The feed delivers every row exactly once, and the same micro-batches for every world size and from every cursor."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import weakref

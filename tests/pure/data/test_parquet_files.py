@@ -1,7 +1,5 @@
 """Parquet files of other programs: missing values, damage, encryption, Hive partitions and many small files."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import datetime

@@ -1,7 +1,5 @@
 """Columns as other tools write them are read alike as they are and after an ingest."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Callable

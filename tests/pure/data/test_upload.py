@@ -1,7 +1,5 @@
 """Micro-batches are copied to a device before their step, with the calls of CUDA in the right order."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The error for a configuration value of the wrong type, or out of range, is one line that names the field."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

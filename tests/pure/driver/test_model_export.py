@@ -1,7 +1,5 @@
 """Notebooks, exports, the registry and predictions select the checkpoint of a run by one rule."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

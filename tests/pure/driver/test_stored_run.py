@@ -1,7 +1,5 @@
 """The stored configuration and run log: those of the newest start, and those that another version wrote."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The driver waits a limited time for a run to end, and does not end it while a worker makes progress."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

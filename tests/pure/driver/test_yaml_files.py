@@ -1,7 +1,5 @@
 """Malformed configuration files are refused with file, line and remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The evaluator without Ray: it pins checkpoints for as long as it needs them, and evaluates each one once."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import threading

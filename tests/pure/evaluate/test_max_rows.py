@@ -1,7 +1,5 @@
 """`evaluate.max_rows`: an evaluation of a part of the data, the same rows each time, from all row groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files for which parsers raise unusual errors are refused by name (exit code 2)."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

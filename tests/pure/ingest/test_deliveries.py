@@ -1,7 +1,5 @@
 """Shards of several deliveries in one data set: classes by name, additions, and what they are refused for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Rows are divided between `train` and `eval` by their ids, a group, a time, or the classes of the label."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path

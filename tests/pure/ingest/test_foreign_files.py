@@ -1,7 +1,5 @@
 """Files that ingest leaves out are listed with a reason; Git LFS pointers and web pages are named as such."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

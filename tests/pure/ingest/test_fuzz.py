@@ -2,8 +2,6 @@
 memory.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 import tracemalloc

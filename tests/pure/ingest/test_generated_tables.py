@@ -1,7 +1,5 @@
 """Generated tables are read back as pandas, pyarrow, Polars, DuckDB and Python wrote them."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ids of users and products are numbered by an ingest, in the same way in all of its data sets, from any source."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

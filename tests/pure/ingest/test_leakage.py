@@ -1,7 +1,5 @@
 """Rows that two data sets of an ingest share: equal ones, and windows that overlap."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

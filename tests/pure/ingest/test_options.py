@@ -1,7 +1,5 @@
 """The options of each format, and the combinations of options that an ingest refuses."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields
 from typing import Any, get_args

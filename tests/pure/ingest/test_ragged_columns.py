@@ -1,7 +1,5 @@
 """Columns of lists of any length (`ragged`): training reads each row as the source has it; other rows are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recipes of the pages for data that no reader of ours reads."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

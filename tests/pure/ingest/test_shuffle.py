@@ -1,7 +1,5 @@
 """The plan mixes sorted data, and reads few rows more than it uses; nothing is timed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

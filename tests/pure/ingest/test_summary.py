@@ -1,7 +1,5 @@
 """The summary of a data set: statistics of columns, the table that users see, previews and descriptions."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import threading

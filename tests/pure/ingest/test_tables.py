@@ -1,7 +1,5 @@
 """`ingest_table` stores tables of a program as data sets."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from decimal import Decimal

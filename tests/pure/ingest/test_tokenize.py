@@ -1,7 +1,5 @@
 """Ingest tokenizes texts with the user's tokenizer and packs them into blocks of one length, each token once."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from functools import partial

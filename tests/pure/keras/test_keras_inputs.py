@@ -1,7 +1,5 @@
 """The arrays and the model of a call of `fit`: types that a buffer lacks, divided rows, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The two programs of the start page differ by their imports and the call of `fit` alone."""
 
-from __future__ import annotations
-
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
 

@@ -1,7 +1,5 @@
 """The strategies of `tf.distribute`: their replicas, their fields, the models of their scopes, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

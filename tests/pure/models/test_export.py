@@ -1,7 +1,5 @@
 """An exported model computes on its device, with all tensors that it creates; `meta` stands for a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Archives of models that two readers read differently, and programs that are code, run nothing: see SECURITY.md."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Settings of a version and of a run are data: what they name is imported only if the configuration names it, too."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import importlib

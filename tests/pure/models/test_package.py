@@ -1,7 +1,5 @@
 """The outputs of a package are compared with those of the trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

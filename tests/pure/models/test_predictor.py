@@ -1,7 +1,5 @@
 """An export takes photos, rows and texts as people have them, and answers with names of classes or numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ a run are one version. No rollback returns to a version that was rolled back its
 repeated has the same result as one that was not interrupted.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An export of a table takes raw rows in each usual form, and says which row and column it cannot take, and why."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from pathlib import Path

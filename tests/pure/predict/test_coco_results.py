@@ -1,7 +1,5 @@
 """Detected objects are written as results of COCO, which pycocotools reads."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

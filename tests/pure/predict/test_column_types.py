@@ -1,7 +1,5 @@
 """A prediction of a table takes columns of other types than in training, where the encoding does not depend on them."""
 
-from __future__ import annotations
-
 import datetime
 from decimal import Decimal
 from pathlib import Path

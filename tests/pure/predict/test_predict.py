@@ -1,7 +1,5 @@
 """Batch prediction refuses invalid input before it starts a cluster."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

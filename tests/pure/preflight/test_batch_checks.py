@@ -1,7 +1,5 @@
 """An evaluation of a row that depends on the rows of its batch is named with its remedy, and gets fixed batches."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The source files, libraries and defaults that a run was started with, and the report of their changes."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import zipfile

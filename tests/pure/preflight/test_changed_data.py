@@ -1,7 +1,5 @@
 """Data that changes in place between two starts of a run is detected by size, time or ETag."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

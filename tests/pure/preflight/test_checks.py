@@ -1,7 +1,5 @@
 """The list of checks: a start and `ray-app check` run the same ones, except those that only `ray-app check` runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

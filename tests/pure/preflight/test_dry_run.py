@@ -1,7 +1,5 @@
 """The dry run before the start: an error anywhere in a task is refused with the line of the task."""
 
-from __future__ import annotations
-
 import re
 from contextlib import closing
 from pathlib import Path

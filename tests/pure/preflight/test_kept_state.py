@@ -1,7 +1,5 @@
 """What objects of the user keep outside the model is refused; what the loss leaves out of the outputs is named."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random numbers that do not come from torch or the keys are detected before a run, with the line of the user."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

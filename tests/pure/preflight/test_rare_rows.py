@@ -1,7 +1,5 @@
 """Rare rows, which are not among the first training rows: longer rows, and values that only evaluation data have."""
 
-from __future__ import annotations
-
 import time
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped configurations pass the start checks for GPUs that do not need the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

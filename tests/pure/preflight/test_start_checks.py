@@ -2,8 +2,6 @@
 tasks.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

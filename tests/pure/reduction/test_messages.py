@@ -1,7 +1,5 @@
 """Messages of peers are read only with a valid proof, and only one module unpickles what a peer sends."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The tree sum: the result depends on the number of terms only, and not on the ranks that add them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The stages of the reduction send few bytes between hosts, and end in the sum of all logical workers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison of runs, and one run, as notebooks show them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

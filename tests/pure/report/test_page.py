@@ -1,7 +1,5 @@
 """The HTML report of run directories that are written by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

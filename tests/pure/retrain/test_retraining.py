@@ -1,7 +1,5 @@
 """Retraining without Ray: triggers, validation of deliveries, the gate, and the key of a round."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Rollback of a champion on a real MLflow store: one champion further back each time, with the alias moved last."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

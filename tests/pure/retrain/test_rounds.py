@@ -1,7 +1,5 @@
 """The order of the stages of a retraining, on a delivery that is refused: lease, data, effects, record."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import time

@@ -1,7 +1,5 @@
 """Texts of data cannot act on a terminal, nor look like further lines of a log: names, errors, another run's events."""
 
-from __future__ import annotations
-
 import io
 import logging
 import pickle

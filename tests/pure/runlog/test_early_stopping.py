@@ -1,7 +1,5 @@
 """Early stopping: a pure function of the planned evaluations, independent of their order of arrival."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

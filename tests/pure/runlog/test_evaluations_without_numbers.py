@@ -1,7 +1,5 @@
 """Metrics that are not a number: JSON has no NaN, and the checkpoint of the verdict is the result."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Damaged files of a run: a start refuses them by name or resumes from the intact ones, with the same result."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

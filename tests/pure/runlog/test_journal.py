@@ -1,7 +1,5 @@
 """Segments of metrics: joining loses and duplicates no record wherever it stops, and files and memory stay small."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The output of a task in other processes is copied to the directory of the run, without blocking the task."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

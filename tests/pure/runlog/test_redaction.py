@@ -1,7 +1,5 @@
 """Secrets: the values that count as secret, and their redaction in output, logs and records for every quoting."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """A stored configuration names classes, so one that others can write is refused before anything is imported."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

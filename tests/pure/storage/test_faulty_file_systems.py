@@ -4,8 +4,6 @@ A checkpoint that was committed can be read, with its content, until a retention
 is ever read; the records of steps that were written are read, once each; and a file is put once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

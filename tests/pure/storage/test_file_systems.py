@@ -1,7 +1,5 @@
 """Storage on file systems that lack operations: without hard links a file is renamed, without both it is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """Submitting a run to a cluster: its configuration, its package, and its repetition after an end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Arguments of a configured loss are honoured or refused, and the loss decides the activation for metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

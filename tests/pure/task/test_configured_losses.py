@@ -1,7 +1,5 @@
 """Configured losses: their means equal those of torch, with class weights and ignored targets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

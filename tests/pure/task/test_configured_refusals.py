@@ -1,7 +1,5 @@
 """Mistakes in the configured arguments of tasks and optimizers are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The scores of a constant prediction, and the sentences about a run that is below them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

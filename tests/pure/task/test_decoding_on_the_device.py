@@ -1,7 +1,5 @@
 """Values that tasks make on the host are copied to the device asynchronously, and constants are copied once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 predictions.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model can be trained after an evaluation before its first step, as on a resume without a stored evaluation."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Generated tables are encoded as pipelines of scikit-learn encode them, and alike from a row, a frame and a file."""
 
-from __future__ import annotations
-
 import datetime
 import tempfile
 from pathlib import Path

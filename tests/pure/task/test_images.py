@@ -1,7 +1,5 @@
 """Encoded images: the pixels of every kind of file, refused files and their reasons, and EXIF orientation."""
 
-from __future__ import annotations
-
 import io
 import zlib
 from typing import Any

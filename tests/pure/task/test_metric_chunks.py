@@ -1,7 +1,5 @@
 """Metrics over chunks of rows: class counts with deterministic kernels, parts of evaluators, and mistakes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

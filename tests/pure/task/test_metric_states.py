@@ -1,7 +1,5 @@
 """Metrics combined from the states of chunks equal those that torchmetrics computes over all rows, or are refused."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

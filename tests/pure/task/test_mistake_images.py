@@ -1,7 +1,5 @@
 """Images and their masks in a configured task: stored or encoded, with and without transforms."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tasks that a configuration alone describes: configurations that work, and those refused before the start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The output of a batch prediction, and how it splits a data set into parts."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import numpy as np

@@ -2,8 +2,6 @@
 every number of workers.
 """
 
-from __future__ import annotations
-
 import threading
 import tracemalloc
 from collections import Counter

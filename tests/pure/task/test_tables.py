@@ -1,7 +1,5 @@
 """Tables with gaps, words and dates: statistics of the rows that are trained on, and the same inputs everywhere."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

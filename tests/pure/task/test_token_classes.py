@@ -1,7 +1,5 @@
 """One value per token of a list: losses, metrics and predictions leave out the padding of rows."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path

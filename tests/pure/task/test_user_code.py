@@ -1,7 +1,5 @@
 """Errors that the code of a task raises: reported with the lines of the user, the location and the rows."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import ModuleType

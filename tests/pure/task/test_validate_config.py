@@ -1,7 +1,5 @@
 """Settings that are incompatible with a user loop or a Lightning module are refused before the start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

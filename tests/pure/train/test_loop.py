@@ -2,8 +2,6 @@
 real files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

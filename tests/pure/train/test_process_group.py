@@ -1,7 +1,5 @@
 """The options of torch's default process group, and the streams that the host waits for."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

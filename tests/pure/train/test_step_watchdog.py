@@ -1,7 +1,5 @@
 """The step watchdog counts a generation as stalled when no step finishes within a limit."""
 
-from __future__ import annotations
-
 import pytest
 
 from ray_app.runlog.journal import StepRecord

@@ -1,7 +1,5 @@
 """The Prometheus metrics of speed and goodput, computed from one sample a second, agree with those of the run log."""
 
-from __future__ import annotations
-
 import pytest
 
 from ray_app.runlog.history import goodput

@@ -1,7 +1,5 @@
 """A failure of standard output does not end a run; the first failure is recorded, and only once."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

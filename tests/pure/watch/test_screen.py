@@ -1,7 +1,5 @@
 """`ray-app watch` shows runs as they change, and serves its page only to clients with the token."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import shutil

@@ -1,7 +1,5 @@
 """The exact progress lines of a running run, as the documentation quotes them."""
 
-from __future__ import annotations
-
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 slots before it has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers import from the folders on the driver's `PYTHONPATH`, on its own cluster and on one that it joins."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Workers are lost: the others continue bit-identically, no finished step is redone, and a new worker joins."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rows that kill their reader end the read with an error that names them; a single death is survived."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 the same for any number of workers.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zlib

@@ -1,7 +1,5 @@
 """The fetching process reads large row groups in slices; tasks of the cluster decode them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

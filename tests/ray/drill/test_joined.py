@@ -1,7 +1,5 @@
 """A drill on a cluster that it joins."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

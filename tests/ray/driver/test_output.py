@@ -1,7 +1,5 @@
 """The output of a task on a real cluster is in the run directory and on the console."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from io import StringIO

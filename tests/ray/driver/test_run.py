@@ -1,7 +1,5 @@
 """Whole runs on a real Ray cluster: neither the number of workers nor their failures change the result."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Evaluation and training on real Ray: early stopping, evaluation by the workers, concurrent and late evaluation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO

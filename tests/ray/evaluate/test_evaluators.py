@@ -1,7 +1,5 @@
 """Independent evaluators: one that outlives its driver, one of a later job, and several concurrent ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

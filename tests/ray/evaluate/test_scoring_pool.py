@@ -1,7 +1,5 @@
 """Parts of an evaluation that several actors score: each is scored once, whatever happens to the actors."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

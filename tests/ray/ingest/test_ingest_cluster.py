@@ -1,7 +1,5 @@
 """Ingest in tasks of a Ray cluster."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

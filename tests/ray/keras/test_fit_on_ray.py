@@ -1,7 +1,5 @@
 """`fit` of a Keras program on workers of a real Ray cluster: their number does not change the weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

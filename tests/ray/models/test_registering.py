@@ -1,7 +1,5 @@
 """A run on real Ray registers its best checkpoint as a version of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

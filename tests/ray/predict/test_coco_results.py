@@ -1,7 +1,5 @@
 """A detector trained on annotations of COCO predicts results of COCO, by the commands of a user."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 with the same bytes after a kill.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

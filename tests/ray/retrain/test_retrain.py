@@ -1,7 +1,5 @@
 """Scheduled retraining from day to day on real Ray and MLflow, also with a scheduler that is killed in each stage."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

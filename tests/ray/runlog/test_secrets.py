@@ -1,7 +1,5 @@
 """A run has canaries in its configuration, its environment and its error message; no output shows them."""
 
-from __future__ import annotations
-
 import base64
 import logging
 import re

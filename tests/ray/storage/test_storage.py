@@ -1,7 +1,5 @@
 """Whole runs on S3, and two drivers of one run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

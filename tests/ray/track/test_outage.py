@@ -2,8 +2,6 @@
 once, in order.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

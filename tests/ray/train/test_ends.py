@@ -2,8 +2,6 @@
 interrupted.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

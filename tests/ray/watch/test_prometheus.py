@@ -1,7 +1,5 @@
 """The metrics of a run on Ray's own endpoint, and the dashboard in deploy/ that shows them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Observers of a run on a real cluster get its events, and their errors do not end the run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Makes data/train and data/eval: positions on a wavy surface and the height there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

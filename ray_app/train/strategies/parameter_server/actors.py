@@ -3,8 +3,6 @@
 `ray_app.cluster.trainer` has the workers.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -11,8 +11,6 @@ cuts, and after the loss of a server all servers return to the last one. `Served
 one.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -6,8 +6,6 @@ of them smaller than 256 KiB. The parts then go to servers, the largest first, e
 fewest bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -5,8 +5,6 @@ through Ray's object store, and takes ten times the CPU of a call over one of th
 is a frame of JSON, followed by the raw bytes of the arrays in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -3,8 +3,6 @@
 It takes part in no collective with other workers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

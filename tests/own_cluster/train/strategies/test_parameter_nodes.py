@@ -1,7 +1,5 @@
 """Parameter servers on several nodes: a node with a worker is drained, and a node with a server is lost."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

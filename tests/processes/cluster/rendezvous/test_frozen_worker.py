@@ -1,7 +1,5 @@
 """A worker that was removed while it was frozen exits when it wakes: real rendezvous and SIGSTOP, without Ray."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -2,8 +2,6 @@
 clients and training loop, without Ray.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ten programs of users of Keras: each trains by its configuration, and plain Keras loads and runs its export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path

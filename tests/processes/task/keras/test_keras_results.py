@@ -1,7 +1,5 @@
 """What a run of a Keras program leaves: a `keras.Model`, and an export that Keras loads without ray_app."""
 
-from __future__ import annotations
-
 import json
 from io import StringIO
 from pathlib import Path

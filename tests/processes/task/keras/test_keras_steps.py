@@ -1,7 +1,5 @@
 """A `train_step` that a model writes itself is bit-identical on any workers, also after a kill and a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

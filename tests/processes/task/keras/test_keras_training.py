@@ -1,7 +1,5 @@
 """Keras programs: the steps of `Model.fit`, and the same weights on any workers, also after a kill and a resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The copies of a checkpoint that ranks other than 0 keep until it is committed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

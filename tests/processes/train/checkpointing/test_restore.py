@@ -1,7 +1,5 @@
 """A run resumes from each of its checkpoints on another number of workers, with all strategies and all caches."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import threading

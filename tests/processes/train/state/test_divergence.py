@@ -2,8 +2,6 @@
 bit-identical to an undisturbed run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

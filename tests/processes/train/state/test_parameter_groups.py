@@ -1,7 +1,5 @@
 """Groups of parameters have their own options with all strategies and are bit-identical on any number of workers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The transfer of a state to joining workers: it is complete, reaches no other rank, and does not delay heartbeats."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Several optimizers take turns: the step decides the turn, and training is bit-identical on any number of workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from pathlib import Path

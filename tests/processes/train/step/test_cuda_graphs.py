@@ -2,8 +2,6 @@
 to an eager one, and unsuitable models are refused.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

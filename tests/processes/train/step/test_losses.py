@@ -1,7 +1,5 @@
 """Losses with weights and metrics are means over the weight of the global batch, for all strategies and world sizes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -2,8 +2,6 @@
 is bit-identical to an undisturbed run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One training step: errors that all ranks raise alike, state that stays unchanged, and state that changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math

@@ -7,8 +7,6 @@ compared; six keep losses on the device until it has the work of all logical wor
 that sends all buckets but the last during backward is not counted.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

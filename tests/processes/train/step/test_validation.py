@@ -1,7 +1,5 @@
 """The workers evaluate every planned checkpoint exactly once, with the same result on any number of workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import Counter

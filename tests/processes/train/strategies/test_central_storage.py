@@ -1,7 +1,5 @@
 """Central storage is bit-identical to `ddp`; one worker holds the optimizer state, and may be lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

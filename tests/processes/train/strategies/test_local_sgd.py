@@ -1,7 +1,5 @@
 """Local SGD has a replica per logical worker, so training is bit-identical on any workers and after a lost worker."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

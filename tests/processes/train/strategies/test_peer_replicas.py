@@ -1,7 +1,5 @@
 """Peer replicas: the next worker keeps a copy of each worker's state shard, so a killed worker repeats no step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model with a state that is larger than the memory limit of each process trains with `fsdp`, through losses."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import resource

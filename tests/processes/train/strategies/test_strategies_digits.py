@@ -1,7 +1,5 @@
 """All strategies learn the digits, although a worker is killed and the run resumes on more workers."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

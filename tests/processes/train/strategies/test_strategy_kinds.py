@@ -1,7 +1,5 @@
 """All strategies train on rows of different sizes: texts by configuration, and images of any size with boxes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The decisions of the controller: every row of its table, and which row a state reaches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The failures and preemptions that a run may have before it fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

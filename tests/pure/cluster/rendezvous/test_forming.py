@@ -1,7 +1,5 @@
 """The states of members and generations, and in which order members rank when a generation forms."""
 
-from __future__ import annotations
-
 import random
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """How the rendezvous forms generations, without Ray."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

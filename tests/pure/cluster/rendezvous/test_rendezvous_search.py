@@ -1,7 +1,5 @@
 """Random schedules of all events of workers around the real rendezvous: see `tests/support/rendezvous_world.py`."""
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -2,8 +2,6 @@
 heartbeats.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from functools import partial

@@ -1,7 +1,5 @@
 """What a worker makes of replies that come late; `test_rendezvous_search.py` has the rest of its protocol."""
 
-from __future__ import annotations
-
 import pytest
 
 from ray_app.cluster.rendezvous.worker_protocol import WorkerProtocol

@@ -1,7 +1,5 @@
 """Arrays as NumPy, Keras, MedMNIST and pandas store them, and IDX files of MNIST, Kaggle and EMNIST."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 import zipfile

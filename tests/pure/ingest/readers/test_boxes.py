@@ -1,7 +1,5 @@
 """Annotations of COCO, Pascal VOC and YOLO become the columns of `ObjectDetection`, as pycocotools reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CSV files as people have them are read; values that would be lost are refused, or make a column text with a note."""
 
-from __future__ import annotations
-
 import gzip
 import math
 from pathlib import Path

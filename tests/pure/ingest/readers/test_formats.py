@@ -1,7 +1,5 @@
 """Readers of each format store the values of the source, and refuse damaged input with a reason."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

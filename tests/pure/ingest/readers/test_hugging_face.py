@@ -1,7 +1,5 @@
 """Files of Hugging Face `datasets`, pandas, Polars and Arrow: types of columns, classes, splits, and damaged files."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import decimal

@@ -1,7 +1,5 @@
 """Folders of images with a file of labels, with masks, or with data sets above the classes; images that become PNG."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

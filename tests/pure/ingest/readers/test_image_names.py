@@ -1,7 +1,5 @@
 """The column of a file of labels in which the rows name their images."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Lines and lists of JSON objects are read with one type for each key; others are refused with the line and reason."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

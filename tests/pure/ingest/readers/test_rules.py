@@ -1,7 +1,5 @@
 """Rules of labels, targets, lists and missing values, each in all formats that can have such values: rule x format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

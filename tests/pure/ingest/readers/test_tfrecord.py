@@ -1,7 +1,5 @@
 """TFRecord files of TensorFlow (`tests/support/tfrecord/make.py`) are read; damaged and unusual ones are refused."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import shutil

@@ -1,7 +1,5 @@
 """Tar files: members and keys of the .json become columns; damaged and hostile archives are refused with a reason."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

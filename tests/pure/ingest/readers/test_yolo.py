@@ -1,7 +1,5 @@
 """Settings of data sets of YOLO: names of classes, folders of images, and files of labels without an image."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

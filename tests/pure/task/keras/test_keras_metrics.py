@@ -1,7 +1,5 @@
 """Metrics of Keras in chunks: the values of `Model.evaluate`, whatever the number of chunks and processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Keras' optimizers as PyTorch's: the weights of Keras' own `apply` after every step, also across a checkpoint."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

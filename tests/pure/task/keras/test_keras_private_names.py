@@ -1,7 +1,5 @@
 """Private names of Keras are in one module, and the installed version has them."""
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keras programs as tasks: parameters and buffers, inputs and targets, weights of rows, seeds, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Snapshot actors keep the newest snapshot outside of the workers, and a damaged one is not restored."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from types import SimpleNamespace

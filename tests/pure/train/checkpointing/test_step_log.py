@@ -1,7 +1,5 @@
 """Recursive doubling sums over many ranks, and records are sent by one rank each; the network is in this process."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -6,8 +6,6 @@ checkpoints leave no files. A start that was superseded writes nothing and raise
 same step.
 """
 
-from __future__ import annotations
-
 import errno
 import shutil
 import tempfile

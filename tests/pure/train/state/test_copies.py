@@ -1,7 +1,5 @@
 """`copy_to_host` makes the copies of the training state that snapshots consist of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

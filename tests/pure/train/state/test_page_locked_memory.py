@@ -1,7 +1,5 @@
 """Page-locked memory is exactly as large as its tensors, and the next copy reuses it or releases it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

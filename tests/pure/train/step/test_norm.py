@@ -1,7 +1,5 @@
 """The norm and the clipping that the host computes equal those of torch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """SDC checks: which shares are recomputed, by which rank, and which rank is corrupt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

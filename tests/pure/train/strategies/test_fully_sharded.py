@@ -1,7 +1,5 @@
 """Fused optimizer kernels on shards are bit-identical to those on whole parameters, wherever these are cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameter servers on a real Ray cluster: convergence, lost workers, lost servers, and changed numbers of both."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 in its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

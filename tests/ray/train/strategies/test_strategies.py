@@ -1,7 +1,5 @@
 """Strategies end to end on real Ray: the same command, the same task, another `train.strategy`."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The memory that a strategy uses equals the size of its state."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two steps and an evaluation in this process: data, task, model, loss and metrics fit together."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from make_data import write_data

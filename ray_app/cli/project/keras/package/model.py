@@ -1,7 +1,5 @@
 """What is trained: the height of a wavy surface from the position on it, by a compiled Keras model."""
 
-from __future__ import annotations
-
 import keras
 from keras import layers
 

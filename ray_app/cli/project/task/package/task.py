@@ -1,7 +1,5 @@
 """What is trained: the height of a wavy surface from the position on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

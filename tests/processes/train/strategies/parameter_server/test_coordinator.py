@@ -1,7 +1,5 @@
 """Workers, parameter servers and their coordinator, with failures at chosen points of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

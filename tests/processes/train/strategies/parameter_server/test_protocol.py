@@ -1,7 +1,5 @@
 """Connections to parameter servers: the values they carry, authentication, and lost connections."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The unit scheduler of parameter servers has a constant cost per unit, and finishes each unit once."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """The layout of variables on parameter servers is a pure function of their shapes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from math import prod
 
