@@ -107,6 +107,8 @@ def check_section(config: Config, section: TuneSection) -> Config:
         problems.append(f"run.name is {config.run.name!r}; a study names its runs. Leave it out, and set tune.name.")
     if config.data.eval_path is None:
         problems.append("data.eval_path is missing: trials are compared by its rows. Name a data set to evaluate on.")
+    if config.scaling.max_workers == "all" and config.scaling.logical_workers is None:
+        problems.append("scaling.max_workers is all, and scaling.logical_workers is not set; a study needs a number.")
     if section.register and config.tracking.registered_model is None:
         problems.append("tune.register is set without tracking.registered_model; name the model, or leave it out.")
     if section.scheduler.min_epochs > config.train.epochs:

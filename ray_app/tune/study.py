@@ -48,13 +48,13 @@ from ray_app.tune.scheduler import Promotion, Scheduler, rung_epochs
 from ray_app.tune.slots import Slots, count_slots
 from ray_app.tune.space import Dimension, parse_space
 from ray_app.tune.tracking import StudyTracker
-from ray_app.tune.trials import InterruptedTrialError, TrialConfigs, TrialJob, in_process_config, shorten, to_text
+from ray_app.tune.trials import TrialConfigs, TrialJob, in_process_config, shorten, to_text
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 2.0
-_SENDING_S = 0.2
-"""Seconds between two looks whether the only trial that could train is still being sent to MLflow."""
+_SHORT_POLL_S = 0.1
+"""Seconds until the next look if a trial that could train is still being sent to MLflow, or was refused."""
 _STOP_S = 30.0
 """Seconds that trials have to write a checkpoint when the study is interrupted."""
 _MAX_ATTEMPTS = 3
@@ -187,13 +187,18 @@ class StudyDriver:
                     f"tune.trials is {self.num_trials}, and the study {section.name!r} has begun {len(before.trials)}"
                     " trials already. Give at least as many."
                 )
-        self.record = before or StudyRecord(identity, metric, mode, list(self.rungs))
-        is_fixed = section.order == "fixed"
-        self.scheduler = Scheduler(rules.kind, rules.eta, len(self.rungs), self.num_trials, mode, is_fixed)
-        for result in self.record.results:
-            self.scheduler.put(result.trial, result.rung, result.value)
+        self._load(before or StudyRecord(identity, metric, mode, list(self.rungs)))
         self._attempts = dict[Promotion, int]()
-        self._began_s, self._hours_before = time.monotonic(), self.record.hours
+        self._tracker: StudyTracker | None = None
+
+    def _load(self, record: StudyRecord) -> None:
+        """Continues from a record."""
+        rules, is_fixed = self._section.scheduler, self._section.order == "fixed"
+        self.record, self._is_changed = record, False
+        self.scheduler = Scheduler(rules.kind, rules.eta, len(self.rungs), self.num_trials, record.mode, is_fixed)
+        for result in record.results:
+            self.scheduler.put(result.trial, result.rung, result.value)
+        self._began_s, self._hours_before = time.monotonic(), record.hours
 
     def _resolve(self, config: Config) -> tuple[Config, str, str]:
         """Returns the configuration with what a run of it resolves, for all trials; the metric and its mode."""
@@ -202,6 +207,8 @@ class StudyDriver:
         resolved = {
             "scaling__logical_workers": trial.scaling.logical_workers or trial.logical_workers,
             "scaling__gpus_per_worker": job.config.scaling.worker_gpus,
+            "train__init_from": job.config.train.init_from,
+            "train__init_digest": job.config.train.init_digest,
             "evaluate__metric": job.best_metric,
             "evaluate__mode": job.best_mode,
         }
@@ -216,12 +223,14 @@ class StudyDriver:
         cluster_config = self._config.replace(scaling__max_workers=slots, scaling__min_workers=1)
         with keep_connection(), cluster(cluster_config), acquire_lease(RunPaths(self.paths.root)) as lease:
             self._fence = lease.fence
-            count = self._section.slots or min(count_slots(self._config), self.num_trials)
-            self._say_start(count)
+            # Another driver may have ended since this one has read it.
+            self._load(read_record(self.paths) or self.record)
             self.record.end = None
-            self._tracker = StudyTracker(self._config, self.paths, self.record) if self._is_tracked else None
+            self._say_start()
+            if self._config.tracking.enabled:
+                self._tracker = StudyTracker(self._config, self.paths, self.record)
             try:
-                with Slots(self._config, count) as pool:
+                with Slots(self._config, self._count_slots()) as pool:
                     try:
                         self._train(pool)
                     except BaseException:
@@ -248,26 +257,28 @@ class StudyDriver:
         self._say(f"registered {version.name}, version {version.version}")
 
     @property
-    def _is_tracked(self) -> bool:
-        return self._config.tracking.enabled
-
-    @property
     def _stop_file(self) -> Location:
         return self.paths.root / f"stop-{self._fence:04d}"
 
     def _train(self, pool: Slots) -> None:
         """Starts trials and takes their results until all is decided, or the budget is spent."""
         while not self.scheduler.is_decided():
+            is_complete = True
             if not self._is_spent():
-                self._start_jobs(pool)
+                pool.count = self._count_slots()
+                is_complete = self._start_jobs(pool)
             elif not pool.jobs:
-                self._console.print("The budget of the study is spent; no more trial begins or goes on.")
+                self._say("The budget of the study is spent; no more trial begins or goes on.")
                 return
-            for job, outcome in pool.wait(_POLL_S if pool.jobs else _SENDING_S):
+            for job, outcome in pool.wait(_POLL_S if is_complete else _SHORT_POLL_S):
                 if isinstance(outcome, TrialResult):
                     self._take(outcome)
                 else:
                     self._count_attempt(job, outcome)
+
+    def _count_slots(self) -> int:
+        """Returns the number of slots; by default that of the cluster as it is now."""
+        return self._section.slots or min(count_slots(self._config), self.num_trials)
 
     def _is_spent(self) -> bool:
         budget, record = self._section.budget, self.record
@@ -275,18 +286,22 @@ class StudyDriver:
         limits = (hours, budget.hours), (record.worker_hours, budget.worker_hours)
         return any(limit is not None and spent >= limit for spent, limit in limits)
 
-    def _start_jobs(self, pool: Slots) -> None:
-        """Starts trials in the free slots, after the record has them and the results before."""
+    def _start_jobs(self, pool: Slots) -> bool:
+        """Starts trials in the free slots, after the record has them and the results before.
+
+        Returns:
+            Whether there is nothing to start before another trial ends.
+        """
         running = {(job.trial, job.rung) for job in pool.jobs}
         waiting = [job for job in self.scheduler.waiting() if job not in running and self._is_ready(job)]
-        if self._tracker is not None:
-            # Both would write to the run.
-            waiting = [job for job in waiting if self._tracker.take_back(job.trial)]
-        chosen = waiting[: pool.free]
+        # Sending a trial and training it would both write to its run.
+        free = [job for job in waiting if self._tracker is None or self._tracker.take_back(job.trial)]
+        chosen = free[: pool.free]
         for trial, _ in chosen:
             if trial not in self.record.trials:
-                self.record.trials[trial] = self._choose_settings(trial)
-        self._put_record()
+                self.record.trials[trial], self._is_changed = self._choose_settings(trial), True
+        if self._is_changed:
+            self._put_record()
         # Free slots are for the trials that are left, if there are fewer than slots.
         share = pool.free // len(chosen) if chosen and len(chosen) == len(waiting) else 1
         for job in chosen:
@@ -297,6 +312,8 @@ class StudyDriver:
                 continue
             workers = self._count_workers(job, config, share)
             pool.start(TrialJob(*job, config, self.rungs[job.rung], workers, str(self._stop_file)))
+        # The result of a trial that was refused may let others go on.
+        return len(free) == len(waiting) and not self._is_changed
 
     def _is_ready(self, job: Promotion) -> bool:
         """Returns whether the results are there by which Optuna proposes the settings of a trial."""
@@ -316,11 +333,12 @@ class StudyDriver:
 
     def _count_workers(self, job: Promotion, config: Config, share: int) -> int | None:
         """Returns the workers of a trial for which there are so many free slots; None: the slot itself trains."""
-        limit = min(config.scaling.worker_limit, config.logical_workers)
+        scaling = config.scaling
+        limit = config.logical_workers if scaling.max_workers == "all" else scaling.worker_limit
         if in_process_config(config) is None:
             return limit
         before = self.record.newest_results().get(job.trial) if min(share, limit) > 1 else None
-        if before is None or not before.epochs:
+        if before is None or not before.epochs or not config.train.strategy_traits.has_workers:
             return None
         left_s = (self.rungs[job.rung] - before.epochs) * before.seconds * before.workers / before.epochs
         return min(share, limit) if left_s >= _GROW_S else None
@@ -332,18 +350,15 @@ class StudyDriver:
             "its process ended" if isinstance(error, ray.exceptions.RayActorError) else str(unwrap_app_error(error))
         )
         reason = redact(reason).strip().partition("\n")[0]
-        if isinstance(unwrap_app_error(error), InterruptedTrialError):
-            raise KeyboardInterrupt
         self._attempts[key] = self._attempts.get(key, 0) + 1
-        self._console.print(
-            f"trial {trial_name(job.trial)}: {reason}; attempt {self._attempts[key]} of {_MAX_ATTEMPTS}"
-        )
+        self._say(f"trial {trial_name(job.trial)}: {reason}; attempt {self._attempts[key]} of {_MAX_ATTEMPTS}")
         if self._attempts[key] >= _MAX_ATTEMPTS:
             self._take(TrialResult(*key, None, reason=f"{_MAX_ATTEMPTS} attempts failed, the last one: {reason}"))
 
     def _take(self, result: TrialResult) -> None:
         """Records a result and what it decides."""
         self.record.results.append(result)
+        self._is_changed = True
         promotions = self.scheduler.put(result.trial, result.rung, result.value)
         earlier = set(self.record.promotions)
         self.record.promotions += [promotion for promotion in promotions if promotion not in earlier]
@@ -356,6 +371,7 @@ class StudyDriver:
         check_lease(RunPaths(self.paths.root), self._fence)
         self.record.hours = self._hours_before + (time.monotonic() - self._began_s) / 3600
         put_record(self.paths, self.record)
+        self._is_changed = False
 
     def _check_failures(self) -> None:
         """Raises StudyFailedError if the first trials all have failed with the same error."""
@@ -368,7 +384,7 @@ class StudyDriver:
         """Lets the trials that train write a checkpoint."""
         if not pool.jobs:
             return
-        self._console.print("Stopping the trials, with a checkpoint ...")
+        self._say("Stopping the trials, with a checkpoint ...")
         put_atomic(self._stop_file, b"")
         deadline_s = time.monotonic() + _STOP_S
         while pool.jobs and time.monotonic() < deadline_s:
@@ -406,10 +422,10 @@ class StudyDriver:
             size = max(1, size // rules.eta)
         return f"{self.num_trials} trials, {rules.kind}: {', '.join(parts)}; {self.record.metric} ({self.record.mode})"
 
-    def _say_start(self, slots: int) -> None:
+    def _say_start(self) -> None:
         verb = "Continuing" if self.record.results else "Starting"
         self._say(f"{verb} study {self._section.name} in {self.paths.root}")
-        self._say(f"{self._plan_text()}; {slots} at the same time")
+        self._say(f"{self._plan_text()}; {self._count_slots()} at the same time")
 
     def _say_result(self, result: TrialResult, promotions: list[Promotion]) -> None:
         name, settings = trial_name(result.trial), settings_text(self.record.trials[result.trial])

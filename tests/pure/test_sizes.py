@@ -34,12 +34,12 @@ CEILINGS = {
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
     "ray_app/task": 11_297,
-    "ray_app/track": 1_018,
+    "ray_app/track": 1_014,
     "ray_app/train": 10_375,
-    "ray_app/tune": 1_817,
+    "ray_app/tune": 1_835,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_483,
-    "tests": 77_535,
+    "tests": 77_694,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

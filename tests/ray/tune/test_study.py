@@ -97,9 +97,14 @@ def test_the_winner_has_the_parameters_of_a_straight_run(
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_decisions_do_not_depend_on_the_number_of_slots(make_config: MakeConfig, expected: Any, slots: int) -> None:
+def test_decisions_do_not_depend_on_the_number_of_slots(
+    make_config: MakeConfig, expected: Any, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The trials that are left get more workers at once, although they are short.
+    monkeypatch.setattr("ray_app.tune.study._GROW_S", 0.0)
     study = run_study(make_config(), {**TUNE, "slots": slots})
     assert _decisions(study.record) == expected
+    assert {result.workers for result in study.record.results} == ({1} if slots == 1 else {1, 2})
 
 
 def test_a_killed_driver_and_a_killed_slot_change_nothing(
@@ -157,6 +162,8 @@ def test_a_trial_that_fails_is_recorded_and_more_trials_can_follow(make_config: 
     assert "no_such_model" in str(failed.reason)
     assert study.winner is not None
     assert study.winner.trial == 0
+    with pytest.raises(StudyFailedError, match="No trial of the study"):
+        run_study(config, {**tune, "name": "spent", "budget": {"hours": 1e-9}})
     with pytest.raises(ConfigError, match="has begun 2 trials already"):
         run_study(config, {**tune, "trials": 1})
     with pytest.raises(RunExistsError, match=r"tune\.scheduler\.eta"):
