@@ -36,7 +36,7 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, redact_yaml
-from ray_app.storage.files import list_tree, poll_interval_s, put_atomic
+from ray_app.storage.files import list_tree, poll_interval_s, poll_pause_s, put_atomic
 from ray_app.track.mlflow_client import (
     METRICS_PER_CALL,
     Backlog,
@@ -57,19 +57,9 @@ logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _POLL_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_PAUSE_PER_LOOK = 20
-"""Pause after reading the record, in durations of the read, up to `_LONGEST_PAUSE_S`.
-
-A long run has many files to read on the driver's cores. The pause limits reading to about a twentieth of the time.
-"""
 
 _EVENT_FILE_PREFIX = "events.out.tfevents."
 _SWEEP_RETRY_S, _MAX_SWEEP_PAUSE_S = 0.5, 60.0
-_PAUSE_PER_SWEEP = 20
-"""Pause after a sweep, in durations of the sweep, so that sweeps take at most a twentieth of the time.
-
-A sweep reads the record and, in a bucket, uploads the whole file again.
-"""
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
@@ -171,7 +161,7 @@ class Tracker:
                     self._is_complete = True
                     return
                 self._log_reached()
-                pause_s = min(max(_POLL_S, _PAUSE_PER_LOOK * self._read_duration_s), _LONGEST_PAUSE_S)
+                pause_s = min(poll_pause_s(_POLL_S, self._read_duration_s), _LONGEST_PAUSE_S)
             except Exception as error:
                 self._warn_unreachable(error)
                 pause_s = _POLL_S if status is not None else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -396,7 +386,8 @@ class EventFileWriter:
                 self._warn_once(error)
                 self._close()
                 self._reset()
-            pause_s = max(poll_interval_s(self._paths.root), _PAUSE_PER_SWEEP * (time.perf_counter() - began_s))
+            # In a bucket a sweep uploads the whole file again.
+            pause_s = poll_pause_s(poll_interval_s(self._paths.root), time.perf_counter() - began_s)
             self._wake.wait(_SWEEP_RETRY_S if finished is not None else min(pause_s, _MAX_SWEEP_PAUSE_S))
         self._close()
         if self._temporary is not None:
