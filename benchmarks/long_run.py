@@ -41,7 +41,15 @@ from ray_app.report.html import write_report
 from ray_app.runlog import journal
 from ray_app.runlog.evaluations import put_evaluation, read_evaluations, read_scores
 from ray_app.runlog.history import column, read_steps
-from ray_app.runlog.journal import MAX_SMALL_FILES, StepRecord, join_segments, put_event, put_segment, read_events
+from ray_app.runlog.journal import (
+    MAX_SMALL_FILES,
+    StepRecord,
+    join_events,
+    join_segments,
+    put_event,
+    put_segment,
+    read_events,
+)
 from ray_app.runlog.paths import RunPaths
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, TrackingState
 from ray_app.watch.live_views import RunState, render_screen
@@ -85,6 +93,7 @@ class Simulation:
                     self._put_resize(last)
                 if last // STEPS_PER_SEGMENT % MAX_SMALL_FILES == 0:
                     join_segments(self._paths)
+                    join_events(self._paths)
                     self.max_files = max(self.max_files, len(list(Path(str(self._paths.metrics)).iterdir())))
             self._now_s += 1
             put_event(self._paths, "interrupted", 1, reason=None)

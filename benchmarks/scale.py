@@ -236,7 +236,7 @@ def measure_memory(workers: int, steps: int) -> dict[str, float]:
     tracemalloc.start()
     columns = RecordColumns()
     columns.add(journal._to_table(journal._to_columns([record] * steps)), {"1.1": 1})
-    columns.join()
+    columns.show()
     driver = tracemalloc.get_traced_memory()[0] / steps * 1e6
     del columns
     before = tracemalloc.get_traced_memory()[0]

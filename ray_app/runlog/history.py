@@ -36,24 +36,23 @@ class RecordColumns:
     """Step records as columns of numbers; a record is one row, and NaN stands for None."""
 
     def __init__(self) -> None:
-        # Each column, and behind it the records that were added since `join`.
-        self._parts: dict[str, list[Numbers]] = {name: [np.empty(0, kind)] for name, kind in _TYPES.items()}
+        # Each column with space for more rows; the memory of space that was not written is not used.
+        self._arrays: dict[str, Numbers] = {name: np.empty(1024, kind) for name, kind in _TYPES.items()}
         self.num_rows = 0
+        self._num_shown = 0
         self.metrics: list[str] = []
         self.generation_names: list[str] = []
 
     def add(self, table: pa.Table, generations: dict[str, int]) -> None:
         """Adds records of a `RecordReader`, which has given the generations their numbers from 1 on."""
         for name in (*_INTEGERS, *_FLOATS):
-            # A copy, since Arrow keeps the memory of its arrays.
-            self._parts[name].append(table[name].to_numpy().astype(_TYPES[name]))
+            self._append(name, table[name].to_numpy())
         names = table["generation"].combine_chunks().dictionary_encode()
         numbers = np.array([generations[name] - 1 for name in names.dictionary.to_pylist()], np.int32)
         self.generation_names = list(generations)
-        self._parts["generation"].append(numbers[names.indices.to_numpy()])
+        self._append("generation", numbers[names.indices.to_numpy()])
         lists = table["rows"].combine_chunks()
-        rows = np.bincount(_entry_rows(lists), lists.values.to_numpy(), len(table))
-        self._parts["rows"].append(rows.astype(np.int64))
+        self._append("rows", np.bincount(_entry_rows(lists), lists.values.to_numpy(), len(table)))
         self._add_metrics(table["metrics"].combine_chunks())
         self.num_rows += len(table)
 
@@ -63,22 +62,27 @@ class RecordColumns:
         indices, names = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
         for name in [name for name in names if name not in self.metrics]:
             self.metrics.append(name)
-            self._parts[f"metrics.{name}"] = [np.full(self.num_rows, np.nan)]
+            self._arrays[f"metrics.{name}"] = np.full(self.num_rows, np.nan)
         for name in self.metrics:
             column = np.full(len(maps), np.nan)
             if name in names:
                 is_metric = indices == names.index(name)
                 column[rows[is_metric]] = values[is_metric]
-            self._parts[f"metrics.{name}"].append(column)
+            self._append(f"metrics.{name}", column)
 
-    def join(self) -> None:
+    def _append(self, name: str, values: Numbers) -> None:
+        array, end = self._arrays[name], self.num_rows + len(values)
+        if end > len(array):
+            self._arrays[name] = np.empty(max(end, len(array) * 5 // 4), array.dtype)
+            self._arrays[name][: len(array)] = array
+        self._arrays[name][self.num_rows : end] = values
+
+    def show(self) -> None:
         """Shows the added records; another thread may read the columns meanwhile."""
-        for name, parts in self._parts.items():
-            if len(parts) > 1:
-                self._parts[name] = [np.concatenate(parts)]
+        self._num_shown = self.num_rows
 
     def __getitem__(self, name: str) -> Numbers:
-        return self._parts[name][0]
+        return self._arrays[name][: self._num_shown]
 
     def at(self, row: int) -> StepRecord:
         """Returns the record in a row."""
@@ -176,7 +180,7 @@ class StepsReader:
             self._columns.add(table, self._reader.generations)
             self._count_rows(table, is_first)
         columns = self._columns
-        columns.join()
+        columns.show()
         first = np.concatenate(self._first)
         steps = columns["step"][first]
         first = first[np.argsort(steps, kind="stable")][: None if self._last is None else (steps <= self._last).sum()]

@@ -30,7 +30,7 @@ CEILINGS = {
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_688,
     "ray_app/retrain": 2_139,
-    "ray_app/runlog": 2_427,
+    "ray_app/runlog": 2_431,
     "ray_app/storage": 1_507,
     "ray_app/submit": 737,
     "ray_app/task": 11_253,
