@@ -39,7 +39,7 @@ from ray_app.plan.order import Plan
 from ray_app.reduction.transport import MAX_RING_RANKS, doubling_rounds
 from ray_app.reduction.world import World, plan_stages
 from ray_app.runlog import journal
-from ray_app.runlog.history import _RecordColumns
+from ray_app.runlog.history import RecordColumns
 from ray_app.runlog.journal import FLUSH_S, MAX_SMALL_FILES, StepRecord
 from ray_app.runlog.paths import RunPaths
 from ray_app.storage.files import list_files
@@ -234,9 +234,9 @@ def measure_memory(workers: int, steps: int) -> dict[str, float]:
     )
     gc.collect()
     tracemalloc.start()
-    columns = _RecordColumns()
-    for _ in range(steps):
-        columns.add(record)
+    columns = RecordColumns()
+    columns.add(journal._to_table(journal._to_columns([record] * steps)), {"1.1": 1})
+    columns.show()
     driver = tracemalloc.get_traced_memory()[0] / steps * 1e6
     del columns
     before = tracemalloc.get_traced_memory()[0]

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, default_tracking_uri, digest
 from ray_app.errors import ConfigError
@@ -25,7 +27,17 @@ from ray_app.preflight.inputs import make_plan, make_task
 from ray_app.report.facts import Facts, read_facts
 from ray_app.report.html import write_report
 from ray_app.runlog.evaluations import evaluated_steps, read_scores
-from ray_app.runlog.history import count, goodput, means, read_steps, recoveries, restarts, start, world_sizes
+from ray_app.runlog.history import (
+    column,
+    count,
+    goodput,
+    means,
+    read_steps,
+    recoveries,
+    restarts,
+    start,
+    world_sizes,
+)
 from ray_app.runlog.journal import Event, StepRecord, newest_detail, put_event, read_events
 from ray_app.runlog.lease import acquire_lease, is_released, newest_fence
 from ray_app.runlog.paths import RunPaths
@@ -108,12 +120,13 @@ def _timing(records: Sequence[StepRecord], events: list[Event]) -> dict[str, flo
     events = [e for e in events if e.kind != "driver_lost"]
     started = [e.time_s for e in events if e.kind == "started"]
     stalls = [s for e in events if e.kind == "worker_exit" for s in e.details["stalls_ms"]]
-    total_ms = sum(r.step_ms for r in records)
+    step_ms, wait_ms = column(records, "step_ms"), column(records, "data_wait_ms")
+    total_ms = float(step_ms.sum())
     return {
         "wall_s": round(events[-1].time_s - started[0], 3) if started else None,
         "startup_s": round(records[0].time_s - started[0], 3) if started and records else None,
-        "step_ms": round(median(r.step_ms for r in records), 4) if records else None,
-        "data_wait_fraction": round(sum(r.data_wait_ms for r in records) / total_ms, 4) if total_ms else None,
+        "step_ms": round(float(np.median(step_ms)), 4) if records else None,
+        "data_wait_fraction": round(float(wait_ms.sum()) / total_ms, 4) if total_ms else None,
         "checkpoint_stall_ms": round(median(stalls), 3) if stalls else None,
     }
 

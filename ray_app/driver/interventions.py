@@ -82,8 +82,8 @@ class Answers:
         if self._running is None:
             # An epoch that was interrupted goes on.
             self._running = RunningMeans()
-            for earlier in RecordReader(self._job.paths).first_records() if number else ():
-                if record.step - number <= earlier.step < record.step:
+            for earlier in RecordReader(self._job.paths).first_records(record.step - number - 1) if number else ():
+                if earlier.step < record.step:
                     self._running.add(earlier)
         return self._intervene.at_batch(number, self._running.add(record))
 
@@ -116,8 +116,8 @@ class Answers:
     def _collect(self, step: int, parameters: Mapping[str, Tensor], before: Intervention | None) -> EpochEnd:
         """Returns what is known of the epoch that ends with a step."""
         job, every = self._job, self._job.steps_per_epoch
-        self._records |= {record.step: record for record in self._reader.first_records()}
         epoch = -(-step // every)
+        self._records |= {record.step: record for record in self._reader.first_records((epoch - 1) * every)}
         records = [self._records[number] for number in range((epoch - 1) * every + 1, step + 1) if step]
         is_live = not job.config.train.strategy_traits.has_workers
         return EpochEnd(

@@ -51,7 +51,7 @@ from ray_app.runlog.journal import put_event, read_events
 from ray_app.runlog.lease import Lease, acquire_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_interval_s, put_json
+from ray_app.storage.files import poll_interval_s, poll_pause_s, put_json
 from ray_app.task.interventions import Intervener
 from ray_app.track.mlflow_client import SHORT_TIMEOUTS, OpenRun
 from ray_app.track.tracker import EventFileWriter, Tracker, check_available
@@ -385,12 +385,13 @@ class Run:
         console = RunConsole(job, max_workers, self._progress, evaluator.waiting, metrics)
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
             is_stop_printed = False
-            polled_s = time.monotonic()
+            next_poll_s = time.monotonic()
             limits = WaitLimits(job.last_step)
             while thread.is_alive():
-                if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
-                    polled_s = time.monotonic()
+                if (began_s := time.monotonic()) >= next_poll_s:
                     self._is_over()
+                    interval_s = poll_interval_s(job.paths.root)
+                    next_poll_s = began_s + poll_pause_s(interval_s, time.monotonic() - began_s)
                 phases = None
                 if self._interrupted.is_set() or self._stops_early:
                     if not is_stop_printed:

@@ -10,14 +10,16 @@ page is one file that works without scripts, follows the colors of the reader's 
 from __future__ import annotations
 
 import math
-from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from markupsafe import Markup, escape
 
+from ray_app.runlog.history import Numbers, column
 from ray_app.runlog.journal import Event, StepRecord
 
 _TIMES_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200]
@@ -129,70 +131,36 @@ _LOG_FROM = 50.0
 Point = tuple[float, float]
 
 
-def thin_points(points: Sequence[Point], max_points: int = MAX_POINTS) -> list[Point]:
+def finite_points(x: npt.ArrayLike, y: npt.ArrayLike) -> Numbers:
+    """Returns the points that are neither NaN nor infinite, of shape (points, 2)."""
+    points = np.column_stack([x, y]).astype(np.float64)
+    return points[np.isfinite(points).all(1)]
+
+
+def thin_points(points: npt.ArrayLike, max_points: int = MAX_POINTS) -> list[Point]:
     """Returns at most `max_points` of the points, in their order.
 
     The points are divided into `max_points` / 4 sections of equally many points; of each section the first, the last,
     the lowest and the highest point stay. So a single outlier among a million steps stays visible.
     """
-    if len(points) <= max_points:
-        return list(points)
-    kept: list[Point] = []
-    sections = max(1, max_points // 4)
-    for number in range(sections):
-        low, high = number * len(points) // sections, (number + 1) * len(points) // sections
-        chosen = range(low, high)
-        extremes = {low, high - 1, min(chosen, key=lambda i: points[i][1]), max(chosen, key=lambda i: points[i][1])}
-        kept += [points[i] for i in sorted(extremes)]
-    return kept
+    array = np.asarray(points, np.float64).reshape(-1, 2)
+    if len(array) > max_points:
+        sections, kept = max(1, max_points // 4), set[int]()
+        for number in range(sections):
+            low, high = number * len(array) // sections, (number + 1) * len(array) // sections
+            y = array[low:high, 1]
+            kept |= {low, high - 1, low + int(y.argmin()), low + int(y.argmax())}
+        array = array[sorted(kept)]
+    return [(x, y) for x, y in array.tolist()]
 
 
-class Curve(Sequence[Point]):
-    """A sequence of points, stored as two arrays: a million points take a sixth of the memory of tuples."""
-
-    def __init__(self, x: array[float], y: array[float]) -> None:
-        self._x, self._y = x, y
-
-    def __len__(self) -> int:
-        return len(self._x)
-
-    def __iter__(self) -> Iterator[Point]:
-        return zip(self._x, self._y, strict=True)
-
-    @overload
-    def __getitem__(self, index: int) -> Point: ...
-    @overload
-    def __getitem__(self, index: slice) -> Curve: ...
-    def __getitem__(self, index: int | slice) -> Point | Curve:
-        if isinstance(index, slice):
-            return Curve(self._x[index], self._y[index])
-        return self._x[index], self._y[index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def finite_points(points: Iterable[Point]) -> Curve:
-    """Returns the points that are neither NaN nor infinite."""
-    x, y = array("d"), array("d")
-    for x_value, value in points:
-        if math.isfinite(x_value) and math.isfinite(value):
-            x.append(x_value)
-            y.append(value)
-    return Curve(x, y)
-
-
-def smooth_points(points: Sequence[Point], max_points: int = 120) -> list[Point]:
+def smooth_points(points: Numbers, max_points: int = 120) -> list[Point]:
     """Returns the means of `max_points` sections of equally many points; empty with fewer than two points for each."""
     if len(points) < 2 * max_points:
         return []
-    means = []
-    for number in range(max_points):
-        section = points[number * len(points) // max_points : (number + 1) * len(points) // max_points]
-        means.append((sum(x for x, _ in section) / len(section), sum(y for _, y in section) / len(section)))
-    return [points[0] if max_points == 1 else (points[0][0], means[0][1]), *means[1:-1], (points[-1][0], means[-1][1])]
+    means = np.array([section.mean(0) for section in np.array_split(points, max_points)])
+    means[0, 0], means[-1, 0] = points[0, 0], points[-1, 0]
+    return [(x, y) for x, y in means.tolist()]
 
 
 @dataclass(frozen=True)
@@ -213,53 +181,55 @@ class Clock:
     The times of the driver's starts and of all records are in seconds since 1970 (UTC).
     """
 
-    def __init__(self, starts_s: Sequence[float], records_s: Iterable[float]) -> None:
-        record_times = sorted(records_s)
-        starts = sorted(starts_s) or record_times[:1] or [0.0]
+    def __init__(self, starts_s: Sequence[float], records_s: npt.ArrayLike) -> None:
+        record_times = np.sort(np.asarray(records_s, np.float64))
+        starts = sorted(starts_s) or record_times[:1].tolist() or [0.0]
         self._starts, self._cut = starts, [starts[0]]
         self.pauses: list[Pause] = []
         for number, start in enumerate(starts[1:], 2):
-            before = bisect_right(record_times, start - 1e-6)
-            pause_s = start - max(record_times[before - 1] if before else start, starts[number - 2])
+            before = int(np.searchsorted(record_times, start - 1e-6, side="right"))
+            pause_s = start - max(float(record_times[before - 1]) if before else start, starts[number - 2])
             self._cut.append(self._cut[-1] + pause_s)
             self.pauses.append(Pause(start - self._cut[-1], pause_s, number))
-        self.end_s = max(self.at(record_times[-1]), 0.001) if record_times else 0.001
+        self.end_s = max(self.at(float(record_times[-1])), 0.001) if len(record_times) else 0.001
 
     def at(self, time_s: float) -> float:
         """Returns the seconds from the first start to a time, without pauses."""
         return time_s - self._cut[max(0, bisect_right(self._starts, time_s) - 1)]
 
+    def at_all(self, times_s: Numbers) -> Numbers:
+        """Returns the seconds from the first start to some times, see `at`."""
+        starts = np.searchsorted(self._starts, times_s, side="right") - 1
+        return times_s - np.array(self._cut)[np.maximum(0, starts)]
+
 
 def sizes_over_time(records: Sequence[StepRecord], clock: Clock) -> list[Point]:
     """Returns the workers by the run's clock, as corners of a step curve; 0 in longer gaps without a step."""
     corners: list[Point] = [(0.0, 0.0)]
-    min_gap_s = clock.end_s / 300
-    end_s = 0.0
-    size = 0
-    for record in records:
-        finished_s = clock.at(record.time_s)
-        began_s = max(end_s, finished_s - record.step_ms / 1e3)
-        if began_s - end_s > min_gap_s:
-            corners += [(end_s, 0.0), (began_s, float(record.workers))]
-        elif record.workers != size:
-            corners.append((began_s, float(record.workers)))
-        end_s, size = finished_s, record.workers
-    return [*corners, (end_s, 0.0)] if records else []
+    if not records:
+        return []
+    workers, finished_s = column(records, "workers"), clock.at_all(column(records, "time_s"))
+    end_s = np.concatenate([[0.0], finished_s[:-1]])
+    began_s = np.maximum(end_s, finished_s - column(records, "step_ms") / 1e3)
+    has_gap = began_s - end_s > clock.end_s / 300
+    for row in np.flatnonzero(has_gap | (np.diff(workers, prepend=0) != 0)):
+        corners += [(float(end_s[row]), 0.0)] if has_gap[row] else []
+        corners.append((float(began_s[row]), float(workers[row])))
+    return [*corners, (float(finished_s[-1]), 0.0)]
 
 
 def rows_per_second_over_time(records: Sequence[StepRecord], clock: Clock, max_bins: int = 160) -> list[Point]:
     """Returns the rows per second at the middle of equal intervals; a clock may have been set back."""
     if len(records) < 2:
         return []
-    times = [clock.at(record.time_s) for record in records]
-    low, high = min(times), max(times)
+    times_s = clock.at_all(column(records, "time_s"))
+    low, high = float(times_s.min()), float(times_s.max())
     bins = min(max_bins, max(1, len(records) // 8))
     width_s = (high - low) / bins
     if width_s <= 0:
         return []
-    rows = [0.0] * bins
-    for record, time_s in zip(records[1:], times[1:], strict=True):
-        rows[min(bins - 1, int((time_s - low) / width_s))] += sum(record.rows)
+    at = np.minimum(bins - 1, ((times_s[1:] - low) / width_s).astype(np.int64))
+    rows = np.bincount(at, column(records, "rows")[1:], bins).tolist()
     return [(low + (i + 0.5) * width_s, count / width_s) for i, count in enumerate(rows)]
 
 
@@ -273,12 +243,12 @@ def spans_powers(values: Sequence[float]) -> bool:
     return min(values, default=0.0) > 0 and max(values) / min(values) >= _LOG_FROM
 
 
-def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
+def sparkline(values: npt.ArrayLike, marks: str, width: int = 40) -> str:
     """Returns a curve of characters for means of values, or of their logarithms if they span powers."""
-    usable = [value for value in values if math.isfinite(value)]
+    usable = np.asarray(values, np.float64)
+    usable = usable[np.isfinite(usable)]
     width = min(width, len(usable))
-    cells = [usable[i * len(usable) // width : (i + 1) * len(usable) // width] for i in range(width)]
-    means = [sum(cell) / len(cell) for cell in cells]
+    means = [float(usable[i * len(usable) // width : (i + 1) * len(usable) // width].mean()) for i in range(width)]
     means = [math.log(mean) for mean in means] if spans_powers(means) else means
     low, span = min(means, default=0.0), (max(means, default=0.0) - min(means, default=0.0)) or 1.0
     return "".join(marks[round((mean - low) / span * (len(marks) - 1))] for mean in means)
@@ -286,7 +256,7 @@ def sparkline(values: Sequence[float], marks: str, width: int = 40) -> str:
 
 Tone = Literal["blue", "orange", "green", "red", "purple", "gray"]
 _TOP, _RIGHT, _BOTTOM = 10, 14, 32
-_MAX_HOVER_COLUMNS = 80
+_MAX_HOVER_COLUMNS, _MAX_DOTS = 80, 200
 _LANE, _NEAR = 24, 3.0
 
 
@@ -433,7 +403,7 @@ def _curve(line: Line, across: Scale, up: Scale, bottom: float) -> Markup:
         return _tag("path", d=area, class_=f"area {line.tone}") + _tag("path", d=path, class_=f"curve {line.tone}")
     path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     drawn = _tag("path", d=path, class_=f"{'faint' if line.kind == 'faint' else 'curve'} {line.tone}")
-    if line.kind == "dots" or len(points) == 1:
+    if (line.kind == "dots" and len(points) <= _MAX_DOTS) or len(points) == 1:
         drawn += Markup().join(
             _tag("circle", cx=x, cy=y, r=3 if len(points) < 60 else 2, class_=f"dot {line.tone}") for x, y in points
         )
@@ -448,8 +418,8 @@ def _hover_columns(lines: Sequence[Line], frame: Frame, y: Axis, area: tuple[Sca
     number = min(_MAX_HOVER_COLUMNS, max(1, len(longest.points)))
     width = (across.end - across.start) / number
     parts = []
-    for column in range(number):
-        at = across.start + (column + 0.5) * width
+    for index in range(number):
+        at = across.start + (index + 0.5) * width
         x = across.low + (at - across.start) / ((across.end - across.start) or 1) * (across.high - across.low)
         values = [(line.name, _nearest(line, x)) for line in visible_lines]
         nearest_x = values[visible_lines.index(longest)][1][0] if longest.kind != "steps" else x

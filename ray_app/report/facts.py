@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config, flatten
 from ray_app.config.sections import FailureSection
 from ray_app.report.charts import Clock, seconds, start_events
-from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_evaluations
-from ray_app.runlog.history import Course, StepsReader, counted_word, disturbances, goodput, recoveries, world_sizes
+from ray_app.runlog.evaluations import Evaluation, evaluator_names, rank_evaluations, read_scores
+from ray_app.runlog.history import (
+    Course,
+    StepsReader,
+    column,
+    counted_word,
+    disturbances,
+    goodput,
+    recoveries,
+    world_sizes,
+)
 from ray_app.runlog.journal import Event, EventsReader, StepRecord, newest_detail
 from ray_app.runlog.lease import is_held
 from ray_app.runlog.paths import RunPaths
@@ -137,7 +148,7 @@ class Facts:
     Args:
         status: `running`, `finished`, `stopped early`, `interrupted`, `failed`, or `vanished`: no driver lives, and
             none has recorded the end.
-        evaluations: Evaluations of the run's own evaluator, by step.
+        evaluations: Evaluations of the run's own evaluator, by step, see `read_scores`.
         others: Evaluations of the other evaluators, by the evaluator's name.
         summary: The content of `summary.json`; empty unless the newest start has ended.
         made_s: Time at which the facts were read, seconds since 1970 (UTC).
@@ -161,11 +172,6 @@ class Facts:
     def records(self) -> Sequence[StepRecord]:
         """The first record of each step, in the order of the steps, with the sum of the rows of all logical workers."""
         return self.course.records
-
-    @property
-    def repeated(self) -> Sequence[StepRecord]:
-        """Records of repeated steps."""
-        return self.course.repeated
 
     @property
     def in_time(self) -> Sequence[StepRecord]:
@@ -211,9 +217,8 @@ class Facts:
     @cached_property
     def clock(self) -> Clock:
         """The run's clock."""
-        record_times = (
-            [e.time_s for e in self.events] + [r.time_s for r in self.in_time] + [e.time_s for e in self.evaluations]
-        )
+        others = [one.time_s for some in (self.events, self.evaluations) for one in some]
+        record_times = np.concatenate([column(self.in_time, "time_s"), others])
         return Clock([e.time_s for e in start_events(self.events)], record_times)
 
     @property
@@ -224,7 +229,7 @@ class Facts:
     @cached_property
     def goodput(self) -> float | None:
         """The goodput, as in `summary.json`."""
-        return goodput(self.records, self.repeated)
+        return goodput(self.records, self.course.repeated)
 
     @property
     def epochs_begun(self) -> int:
@@ -238,11 +243,6 @@ class Facts:
     def rows(self) -> int:
         """Rows of all recorded steps."""
         return sum(self.course.rows)
-
-    @property
-    def skipped(self) -> int:
-        """Uses of rows that cannot be decoded, in all recorded steps."""
-        return self.course.skipped
 
     @property
     def wall_s(self) -> float:
@@ -276,7 +276,7 @@ def read_facts(paths: RunPaths, reader: FactsReader | None = None) -> Facts:
         OSError: The storage does not answer.
     """
     config, reader = read_config(paths, with_defaults=True), reader or FactsReader(paths)
-    events, evaluations = reader.events.read(), read_evaluations(paths)
+    events, evaluations = reader.events.read(), read_scores(paths)
     commits = CheckpointStore(paths).commits()
     metric = config.evaluate.metric or newest_detail(events, "metric") or "loss"
     mode = config.evaluate.mode or newest_detail(events, "mode") or ("min" if metric == "loss" else "max")
@@ -288,7 +288,7 @@ def read_facts(paths: RunPaths, reader: FactsReader | None = None) -> Facts:
         reader.steps.read(),
         events,
         evaluations,
-        {name: read_evaluations(paths, name) for name in evaluator_names(paths)},
+        {name: read_scores(paths, name) for name in evaluator_names(paths)},
         commits[-1] if commits else None,
         (read_json(paths.summary) or {}) if _end_event(events) is not None else {},
         metric,

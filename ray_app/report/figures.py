@@ -37,6 +37,7 @@ from ray_app.report.charts import (
 )
 from ray_app.report.facts import Facts
 from ray_app.runlog.evaluations import Evaluation
+from ray_app.runlog.history import Numbers, column
 from ray_app.runlog.journal import Event
 
 WIDE, NARROW = 1010, 420
@@ -81,10 +82,11 @@ def learning_figures(facts: Facts) -> list[Figure]:
             names = names - {"loss"} | _training_metric_names(facts)
         ordered = sorted(names, key=lambda n: (n != facts.metric, n))
         figures += [_metric_figure(facts, evaluator, evaluations, name) for name in ordered]
-    if rate := finite_points((float(r.step), r.lr) for r in facts.records):
+    if rate := thin_points(finite_points(column(facts.records, "step"), column(facts.records, "lr"))):
         chart = line_chart([Line("learning rate", "purple", rate)], Axis("learning rate"), Frame())
         figures.append(Figure("Learning rate", "of each step", chart))
-    if norm := finite_points((float(r.step), r.grad_norm) for r in facts.records):
+    norm = finite_points(column(facts.records, "step"), column(facts.records, "grad_norm"))
+    if len(norm):
         chart = line_chart(_with_mean("norm", "gray", norm), Axis("gradient norm"), Frame(), from_zero=True)
         figures.append(Figure("Gradient norm", "L2, before clipping", chart))
     return [figure for figure in figures if figure]
@@ -110,12 +112,10 @@ def cluster_figures(facts: Facts) -> list[Figure]:
 
 
 def _loss_figure(facts: Facts) -> Figure | None:
-    points = finite_points((float(r.step), r.loss) for r in facts.records)
-    if not points:
+    points = finite_points(column(facts.records, "step"), column(facts.records, "loss"))
+    if not len(points):
         return None
-    lines, legend = _training_and_evaluation(
-        points, finite_points((float(e.step), e.metrics["loss"]) for e in facts.evaluations if "loss" in e.metrics)
-    )
+    lines, legend = _training_and_evaluation(points, metric_points(facts.evaluations, "loss"))
     log = spans_powers([y for line in lines for _, y in line.points])
     left_out = len(facts.records) - len(points)
     note = f"{left_out:,} steps whose loss was NaN or infinite are left out." if left_out else ""
@@ -124,9 +124,7 @@ def _loss_figure(facts: Facts) -> Figure | None:
     return Figure("Loss", f"{mean}{', logarithmic' if log else ''}", wide, narrow, legend, note)
 
 
-def _training_and_evaluation(
-    trained: Sequence[Point], evaluated: Sequence[Point]
-) -> tuple[list[Line], list[tuple[str, str]]]:
+def _training_and_evaluation(trained: Numbers, evaluated: Sequence[Point]) -> tuple[list[Line], list[tuple[str, str]]]:
     """Returns the curves of training and evaluation, and their legend."""
     lines = _with_mean("training", "blue", trained)
     legend = [("blue", "training")] if len(lines) == 1 else [("blue faint", "training, each step"), ("blue", "mean")]
@@ -136,17 +134,21 @@ def _training_and_evaluation(
     return lines, legend
 
 
-def _with_mean(name: str, tone: Tone, points: Sequence[Point]) -> list[Line]:
+def _with_mean(name: str, tone: Tone, points: Numbers) -> list[Line]:
     """Returns a curve; if it has many points, a faint one and the curve of its means."""
-    means = smooth_points(points)
-    return (
-        [Line(name, tone, points, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, points)]
-    )
+    means, thin = smooth_points(points), thin_points(points)
+    return [Line(name, tone, thin, "faint"), Line(f"{name}, mean", tone, means)] if means else [Line(name, tone, thin)]
+
+
+def metric_points(evaluations: Sequence[Evaluation], name: str) -> list[Point]:
+    """Returns a metric by step, where it is a finite number."""
+    with_metric = [e for e in evaluations if name in e.metrics]
+    return thin_points(finite_points([e.step for e in with_metric], [e.metrics[name] for e in with_metric]))
 
 
 def _metric_figure(facts: Facts, evaluator: str, evaluations: list[Evaluation], name: str) -> Figure | None:
     """Returns the figure of an evaluator's metric, with that of the training steps for the own one ("")."""
-    points = finite_points((float(e.step), e.metrics[name]) for e in evaluations if name in e.metrics)
+    points = metric_points(evaluations, name)
     if not evaluator and name in _training_metric_names(facts):
         return _training_metric_figure(facts, name, points)
     if not points:
@@ -164,8 +166,8 @@ def _training_metric_names(facts: Facts) -> set[str]:
 
 def _training_metric_figure(facts: Facts, name: str, evaluated: Sequence[Point]) -> Figure | None:
     """Returns the figure of a task's metric in each training step and evaluation; None without a value."""
-    trained = finite_points((float(r.step), r.metrics[name]) for r in facts.records if name in r.metrics)
-    if not trained and not evaluated:
+    trained = finite_points(column(facts.records, "step"), column(facts.records, f"metrics.{name}"))
+    if not len(trained) and not evaluated:
         return None
     lines, legend = _training_and_evaluation(trained, evaluated)
     marks = _best_mark(facts, name)

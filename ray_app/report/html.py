@@ -28,10 +28,12 @@ from ray_app.report.charts import (
     seconds,
     smooth_points,
     spans_powers,
+    thin_points,
 )
 from ray_app.report.facts import Facts, changed_fields, logical_worker_shares, read_facts, shown_fields
-from ray_app.report.figures import NARROW, WIDE, Figure, cluster_figures, learning_figures
+from ray_app.report.figures import NARROW, WIDE, Figure, cluster_figures, learning_figures, metric_points
 from ray_app.report.tables import budgets, by_class, counters, happenings, sizes_text, time_parts
+from ray_app.runlog.history import column
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, put_atomic
@@ -160,10 +162,10 @@ def cards_of(facts: Facts) -> list[Card]:
 
 
 def _rate(facts: Facts) -> str:
-    times = [record.time_s for record in facts.in_time]
+    times = column(facts.in_time, "time_s")
     if len(times) < 2 or times[-1] <= times[0]:
         return ""
-    return f"{facts.rows / (facts.clock.at(times[-1]) - facts.clock.at(times[0])):,.0f} rows/s on average"
+    return f"{facts.rows / (facts.clock.at(float(times[-1])) - facts.clock.at(float(times[0]))):,.0f} rows/s on average"
 
 
 def run_cell(facts: Facts) -> str:
@@ -255,15 +257,12 @@ class Comparison:
         )
 
     def _figures(self) -> list[Figure]:
-        losses = [finite_points((float(r.step), r.loss) for r in facts.records) for facts in self.facts]
+        losses = [finite_points(column(f.records, "step"), column(f.records, "loss")) for f in self.facts]
         figures = self._figure(
-            "Loss", "loss", "mean per row", [smooth_points(points) or points for points in losses], "line"
+            "Loss", "loss", "mean per row", [smooth_points(points) or thin_points(points) for points in losses], "line"
         )
         for name in dict.fromkeys(facts.metric for facts in self.facts):
-            points = [
-                finite_points((float(e.step), e.metrics[name]) for e in f.evaluations if name in e.metrics)
-                for f in self.facts
-            ]
+            points = [metric_points(facts.evaluations, name) for facts in self.facts]
             figures += self._figure(f"Evaluation: {name.replace('_', ' ')}", name, "on held-out rows", points, "dots")
         return figures
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from ray_app.errors import join_names
 from ray_app.report.charts import seconds, start_events
 from ray_app.report.facts import Facts, current_stragglers
 from ray_app.report.figures import describe_event
-from ray_app.runlog.evaluations import Evaluation
-from ray_app.runlog.history import count, counted_word, recoveries, restarts
+from ray_app.runlog.evaluations import Evaluation, read_evaluation
+from ray_app.runlog.history import column, count, counted_word, recoveries, restarts
 
 _ORDINARY = ("checkpointed", "evaluated", "worker_exit", "workers")
 _MAX_HAPPENINGS, _MAX_CHARS = 300, 8000
@@ -57,7 +58,7 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
     recovery_note = f"seconds from a loss to the next finished step: {recovery_text}" if recovery_times_s else ""
     write_note = f"retried; {count(events, 'write_failed'):,} failed for good"
     return [
-        ("steps done again", f"{len(facts.repeated):,}", "finished before, and lost with the workers"),
+        ("steps done again", f"{len(facts.course.repeated):,}", "finished before, and lost with the workers"),
         ("recoveries", f"{len(recovery_times_s):,}", recovery_note),
         ("resizes", f"{count(events, 'resized'):,}", ""),
         ("workers replaced", f"{count(events, 'replaced'):,}", "after failures"),
@@ -89,9 +90,10 @@ def time_parts(facts: Facts) -> list[tuple[str, str, float]]:
     part, records = facts.goodput, facts.in_time
     if part is None:
         return []
-    wall_s = records[-1].time_s - facts.records[0].time_s
-    redone = sum(record.step_ms for record in facts.repeated) / 1e3 / wall_s
-    idle = sum(max(0.0, b.time_s - a.time_s - b.step_ms / 1e3) for a, b in pairwise(records)) / wall_s
+    times, steps_s = column(records, "time_s"), column(records, "step_ms") / 1e3
+    wall_s = float(times[-1]) - facts.records[0].time_s
+    redone = float(column(facts.course.repeated, "step_ms").sum()) / 1e3 / wall_s
+    idle = float(np.maximum(0, np.diff(times) - steps_s[1:]).sum()) / wall_s
     redone = min(redone, 1 - part)
     idle = min(idle, 1 - part - redone)
     slower = 1 - part - redone - idle
@@ -159,10 +161,10 @@ class ByClass:
 
 
 def by_class(facts: Facts) -> ByClass | None:
-    """Returns the results by class of the best, or else the last, evaluation with tables or examples; or None."""
+    """Returns the results by class of the best evaluation, or else of the last one; None if both have none."""
     best = facts.best
-    candidates = [*([best] if best else []), *reversed(facts.evaluations)]
-    evaluation = next((e for e in candidates if e.tables or e.examples), None)
+    candidates = [read_evaluation(facts.paths, e.step) for e in (best, *facts.evaluations[-1:]) if e is not None]
+    evaluation = next((e for e in candidates if e is not None and (e.tables or e.examples)), None)
     if evaluation is None:
         return None
     matrix_counts = _counts(evaluation.tables.get("confusion_matrix"))
@@ -173,7 +175,7 @@ def by_class(facts: Facts) -> ByClass | None:
     columns, rows = _per_class(evaluation, classes)
     return ByClass(
         evaluation.step,
-        evaluation is best,
+        best is not None and evaluation.step == best.step,
         classes,
         _cells(matrix, classes) if is_small else [],
         [] if is_small else _confused(matrix, classes),

@@ -83,6 +83,12 @@ def read_evaluations(paths: RunPaths, name: str | None = None) -> list[Evaluatio
     return [evaluation for evaluation in evaluations if evaluation is not None]
 
 
+def read_evaluation(paths: RunPaths, step: int) -> Evaluation | None:
+    """Returns the evaluation of a step by the run's own evaluator; None if there is none, or its file is damaged."""
+    [data] = read_all([paths.evaluation(step)], missing=b"")
+    return _parse_evaluation(paths.evaluation(step), data) if data else None
+
+
 def read_scores(paths: RunPaths, name: str | None = None) -> list[Evaluation]:
     """Returns the evaluations of one evaluator in the order of their steps, without tables, classes and examples.
 

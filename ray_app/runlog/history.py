@@ -7,80 +7,114 @@ recoveries and goodput are pure functions of step records and events.
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
 from ray_app.config.sections import FailureSection
 from ray_app.runlog.journal import Event, RecordReader, StepRecord
 from ray_app.runlog.paths import RunPaths
 
+Numbers = npt.NDArray[Any]
+"""Numbers, one for each record."""
+
 SETTLING_S = 3.0
 """Steps in the first seconds after a change of workers do not count as undisturbed."""
 
-_INTEGERS = ("step", "epoch", "workers", "skipped")
+_INTEGERS = ("step", "epoch", "workers", "skipped", "recomputed")
 _OPTIONAL = ("weight", "imbalance")
 _FLOATS = ("time_s", "loss", "lr", "grad_norm", "step_ms", "data_wait_ms", *_OPTIONAL)
+_TYPES: dict[str, type[np.generic]] = dict.fromkeys(("step", "rows"), np.int64)
+_TYPES |= dict.fromkeys((*_INTEGERS[1:], "generation"), np.int32) | dict.fromkeys(_FLOATS, np.float64)
 
 
-class _RecordColumns:
+class RecordColumns:
     """Step records as columns of numbers; a record is one row, and NaN stands for None."""
 
     def __init__(self) -> None:
-        self.integers = {name: array("q") for name in _INTEGERS}
-        self.floats = {name: array("d") for name in _FLOATS}
-        self.columns: Mapping[str, array[Any]] = {**self.integers, **self.floats}
-        self.rows, self.generation = array("q"), array("i")
-        # The generation of a record is stored as the index of its name.
-        self.generation_index: dict[str, int] = {}
+        # Each column with space for more rows; the memory of space that was not written is not used.
+        self._arrays: dict[str, Numbers] = {name: np.empty(1024, kind) for name, kind in _TYPES.items()}
+        self.num_rows = 0
+        self._num_shown = 0
+        self.metrics: list[str] = []
         self.generation_names: list[str] = []
-        self.metrics: dict[str, array[float]] = {}
 
-    def add(self, record: StepRecord) -> int:
-        """Adds a record; returns its row."""
-        for name, numbers in self.integers.items():
-            numbers.append(getattr(record, name))
-        for name, values in self.floats.items():
-            value = getattr(record, name)
-            values.append(math.nan if value is None else value)
-        for name in record.metrics.keys() - self.metrics.keys():
-            self.metrics[name] = array("d", [math.nan]) * len(self.rows)
-        for name, values in self.metrics.items():
-            values.append(record.metrics.get(name, math.nan))
-        index = self.generation_index.setdefault(record.generation, len(self.generation_names))
-        if index == len(self.generation_names):
-            self.generation_names.append(record.generation)
-        self.rows.append(sum(record.rows))
-        self.generation.append(index)
-        return len(self.rows) - 1
+    def add(self, table: pa.Table, generations: dict[str, int]) -> None:
+        """Adds records of a `RecordReader`, which has given the generations their numbers from 1 on."""
+        for name in (*_INTEGERS, *_FLOATS):
+            self._append(name, table[name].to_numpy())
+        names = table["generation"].combine_chunks().dictionary_encode()
+        numbers = np.array([generations[name] - 1 for name in names.dictionary.to_pylist()], np.int32)
+        self.generation_names = list(generations)
+        self._append("generation", numbers[names.indices.to_numpy()])
+        lists = table["rows"].combine_chunks()
+        self._append("rows", np.bincount(_entry_rows(lists), lists.values.to_numpy(), len(table)))
+        self._add_metrics(table["metrics"].combine_chunks())
+        self.num_rows += len(table)
+
+    def _add_metrics(self, maps: pa.MapArray) -> None:
+        rows, values = _entry_rows(maps), maps.items.to_numpy()
+        encoded = maps.keys.dictionary_encode()
+        indices, names = encoded.indices.to_numpy(), encoded.dictionary.to_pylist()
+        for name in [name for name in names if name not in self.metrics]:
+            self.metrics.append(name)
+            self._arrays[f"metrics.{name}"] = np.full(self.num_rows, np.nan)
+        for name in self.metrics:
+            column = np.full(len(maps), np.nan)
+            if name in names:
+                is_metric = indices == names.index(name)
+                column[rows[is_metric]] = values[is_metric]
+            self._append(f"metrics.{name}", column)
+
+    def _append(self, name: str, values: Numbers) -> None:
+        array, end = self._arrays[name], self.num_rows + len(values)
+        if end > len(array):
+            self._arrays[name] = np.empty(max(end, len(array) * 5 // 4), array.dtype)
+            self._arrays[name][: len(array)] = array
+        self._arrays[name][self.num_rows : end] = values
+
+    def show(self) -> None:
+        """Shows the added records; another thread may read the columns meanwhile."""
+        self._num_shown = self.num_rows
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self._arrays[name][: self._num_shown]
 
     def at(self, row: int) -> StepRecord:
         """Returns the record in a row."""
-        values: dict[str, Any] = {name: column[row] for name, column in self.columns.items()}
+        values: dict[str, Any] = {name: self[name][row].item() for name in (*_INTEGERS, *_FLOATS)}
         values |= {name: None for name in _OPTIONAL if math.isnan(values[name])}
-        metrics = {name: column[row] for name, column in self.metrics.items() if not math.isnan(column[row])}
-        generation = self.generation_names[self.generation[row]]
-        return StepRecord(rows=[self.rows[row]], row_hash=[], generation=generation, metrics=metrics, **values)
+        metrics = {name: self[f"metrics.{name}"][row].item() for name in self.metrics}
+        metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        generation, rows = self.generation_names[self["generation"][row]], [self["rows"][row].item()]
+        return StepRecord(rows=rows, row_hash=[], generation=generation, metrics=metrics, **values)
+
+
+def _entry_rows(lists: Any) -> Numbers:
+    """Returns the row of each entry of an array of lists, or of maps, that begins at the first of its entries."""
+    return np.repeat(np.arange(len(lists)), np.diff(lists.offsets.to_numpy()))
 
 
 class Steps(Sequence[StepRecord]):
     """A sequence of step records that are created at each access, in an order of the rows of columns.
 
-    `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty, `recomputed` is
-    0.
+    `rows` of a record is one number, the sum over the logical workers; `row_hash` and `slow` are empty.
     """
 
-    def __init__(self, columns: _RecordColumns, order: array[int]) -> None:
+    def __init__(self, columns: RecordColumns, order: npt.NDArray[np.int64]) -> None:
         self._columns, self._order = columns, order
+
+    def column(self, name: str) -> Numbers:
+        """Returns a field of all records, see `column`."""
+        is_absent = name.startswith("metrics.") and name.removeprefix("metrics.") not in self._columns.metrics
+        return np.full(len(self), np.nan) if is_absent else self._columns[name][self._order]
 
     def __len__(self) -> int:
         return len(self._order)
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        return map(self._columns.at, self._order)
 
     @overload
     def __getitem__(self, index: int) -> StepRecord: ...
@@ -89,7 +123,18 @@ class Steps(Sequence[StepRecord]):
     def __getitem__(self, index: int | slice) -> StepRecord | Steps:
         if isinstance(index, slice):
             return Steps(self._columns, self._order[index])
-        return self._columns.at(self._order[index])
+        return self._columns.at(int(self._order[index]))
+
+
+def column(records: Sequence[StepRecord], name: str) -> Numbers:
+    """Returns a field of all records as numbers: NaN for None, of `rows` the sum; `metrics.NAME` is a metric."""
+    if isinstance(records, Steps):
+        return records.column(name)
+    if name == "rows":
+        return np.array([sum(record.rows) for record in records])
+    if (metric := name.removeprefix("metrics.")) != name:
+        return np.array([record.metrics.get(metric, math.nan) for record in records])
+    return np.array([getattr(record, name) for record in records])
 
 
 @dataclass(frozen=True)
@@ -121,37 +166,39 @@ class StepsReader:
 
     def __init__(self, paths: RunPaths, last_step: int | None = None) -> None:
         self._reader, self._last = RecordReader(paths), last_step
-        self._columns = _RecordColumns()
-        # The row of each step's first record; -1 for a step without one.
-        self._row_of_step = array("q")
-        self._repeated = array("q")
-        self._rows: list[int] = []
-        self._skipped = self._recomputed = 0
+        self._columns = RecordColumns()
+        # The rows of the first records, and of repeated ones, of each segment.
+        self._first, self._repeated = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        self._rows = np.zeros(0, np.int64)
 
     def read(self) -> Course:
         """Returns all steps that were written so far."""
-        for record, is_first in self._reader.read_new():
-            row = self._columns.add(record)
-            if is_first:
-                self._add_first(record, row)
-            else:
-                self._repeated.append(row)
-        columns, end = self._columns, None if self._last is None else self._last + 1
-        first = array("q", (row for row in self._row_of_step[:end] if row >= 0))
-        times = columns.floats["time_s"]
-        in_time = array("q", sorted(range(len(times)), key=times.__getitem__))
-        records, repeated, all_records = (Steps(columns, order) for order in (first, self._repeated[:], in_time))
-        return Course(records, repeated, all_records, list(self._rows), self._skipped, self._recomputed)
+        for table, is_first in self._reader.read_tables():
+            number = np.arange(self._columns.num_rows, self._columns.num_rows + len(table))
+            self._first.append(number[is_first])
+            self._repeated.append(number[~is_first])
+            self._columns.add(table, self._reader.generations)
+            self._count_rows(table, is_first)
+        columns = self._columns
+        columns.show()
+        first = np.concatenate(self._first)
+        steps = columns["step"][first]
+        first = first[np.argsort(steps, kind="stable")][: None if self._last is None else (steps <= self._last).sum()]
+        in_time = np.argsort(columns["time_s"], kind="stable")
+        records, repeated, all_records = (
+            Steps(columns, order) for order in (first, np.concatenate(self._repeated), in_time)
+        )
+        skipped, recomputed = (int(columns[name][first].sum()) for name in ("skipped", "recomputed"))
+        return Course(records, repeated, all_records, self._rows.tolist(), skipped, recomputed)
 
-    def _add_first(self, record: StepRecord, row: int) -> None:
-        self._row_of_step.extend([-1] * (record.step + 1 - len(self._row_of_step)))
-        self._row_of_step[record.step] = row
-        if self._last is None or record.step <= self._last:
-            self._rows.extend([0] * (len(record.rows) - len(self._rows)))
-            for v, rows in enumerate(record.rows):
-                self._rows[v] += rows
-            self._skipped += record.skipped
-            self._recomputed += record.recomputed
+    def _count_rows(self, table: pa.Table, is_first: npt.NDArray[np.bool_]) -> None:
+        """Adds up the rows of each logical worker, over the first records."""
+        if self._last is not None:
+            is_first = is_first & (table["step"].to_numpy() <= self._last)
+        lists = table["rows"].filter(pa.array(is_first)).combine_chunks()
+        logical_workers = np.arange(len(lists.values)) - lists.offsets.to_numpy()[_entry_rows(lists)]
+        rows = np.bincount(logical_workers, lists.values.to_numpy(), len(self._rows)).astype(np.int64)
+        self._rows = rows + np.pad(self._rows, (0, len(rows) - len(self._rows)))
 
 
 def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
@@ -159,13 +206,10 @@ def read_steps(paths: RunPaths, last_step: int | None = None) -> Course:
     return StepsReader(paths, last_step).read()
 
 
-def world_sizes(records: Iterable[StepRecord]) -> list[list[int]]:
+def world_sizes(records: Sequence[StepRecord]) -> list[list[int]]:
     """Returns `[from_step, workers]` for every stretch of steps with one number of workers; steps count from 0."""
-    stretches: list[list[int]] = []
-    for record in records:
-        if not stretches or stretches[-1][1] != record.workers:
-            stretches.append([record.step - 1, record.workers])
-    return stretches
+    steps, workers = column(records, "step"), column(records, "workers")
+    return [[int(steps[row]) - 1, int(workers[row])] for row in np.flatnonzero(np.diff(workers, prepend=-1))]
 
 
 def restarts(events: list[Event]) -> dict[str, int]:
@@ -183,11 +227,12 @@ def restarts(events: list[Event]) -> dict[str, int]:
 
 def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float]:
     """Returns the seconds of each phase of the newest start that reached a step, from that of the command on."""
-    newest = max((record.time_s for record in records), default=0.0)
+    times = column(records, "time_s")
+    newest = times.max(initial=0.0)
     started = next((event for event in reversed(events) if event.kind == "started" and event.time_s <= newest), None)
     if started is None:
         return {}
-    first_s = min(record.time_s for record in records if record.time_s >= started.time_s)
+    first_s = float(times[times >= started.time_s].min())
     before = [event for event in events if started.time_s <= event.time_s <= first_s]
     phases, since = dict(started.details.get("phases", {})), started.time_s
     for kind, phase in (("workers", "workers"), ("formed", "forming")):
@@ -199,15 +244,16 @@ def start(events: list[Event], records: Sequence[StepRecord]) -> dict[str, float
     return {phase: round(seconds, 3) for phase, seconds in phases.items()}
 
 
-def recoveries(events: list[Event], records: Iterable[StepRecord]) -> list[float]:
+def recoveries(events: list[Event], records: Sequence[StepRecord]) -> list[float]:
     """Returns the seconds from each loss of workers, as the others notice it, to the next finished step."""
 
-    times = array("d", sorted(record.time_s for record in records))
+    times = np.sort(column(records, "time_s"))
     lost_times = [
         e.time_s for e in events if e.kind in ("failed", "preempted", "storage_failed") and not e.details["left"]
     ]
     lost_times += [e.details["lost_s"] for e in events if e.kind == "formed" and "lost_s" in e.details]
-    return [round(times[next_] - t, 3) for t in sorted(lost_times) if (next_ := bisect_right(times, t)) < len(times)]
+    after = np.searchsorted(times, sorted(lost_times), side="right")
+    return [round(float(times[i]) - t, 3) for i, t in zip(after, sorted(lost_times), strict=True) if i < len(times)]
 
 
 class RunningMeans:
@@ -246,9 +292,10 @@ def goodput(records: Sequence[StepRecord], repeated: Sequence[StepRecord]) -> fl
     """
     if len(records) < 2:
         return None
-    wall_s = max(r.time_s for r in chain(records, repeated)) - records[0].time_s
-    rows = sum(sum(r.rows) for r in records[1:])
-    return round(min(1.0, rows * undisturbed_row_s(records) / wall_s), 4) if wall_s > 0 else None
+    times = column(records, "time_s")
+    wall_s = max(times.max(), column(repeated, "time_s").max(initial=0.0)) - times[0]
+    rows = column(records, "rows")[1:].sum()
+    return round(min(1.0, float(rows * undisturbed_row_s(records) / wall_s)), 4) if wall_s > 0 else None
 
 
 def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
@@ -258,22 +305,18 @@ def undisturbed_row_s(records: Sequence[StepRecord]) -> float:
     number of workers changes. Checkpoints and waiting for data count as normal work. In a run that is too short for
     such steps, all steps on that number of workers count. The first of at least two records only sets the clock.
     """
-    max_workers = max(r.workers for r in records[1:])
-    stretch, began_s = None, 0.0
-    undisturbed_ms = undisturbed_rows = all_ms = all_rows = 0.0
-    for number, record in enumerate(records):
-        if stretch != (record.generation, record.workers):
-            stretch, began_s = (record.generation, record.workers), record.time_s
-        if record.workers != max_workers:
-            continue
-        if number:
-            all_ms += record.step_ms
-            all_rows += sum(record.rows)
-        if record.time_s > began_s + SETTLING_S:
-            undisturbed_ms += record.step_ms
-            undisturbed_rows += sum(record.rows)
-    ms, rows = (undisturbed_ms, undisturbed_rows) if undisturbed_rows else (all_ms, all_rows)
-    return ms / 1e3 / max(1, rows)
+    times, workers, generations, ms, rows = (
+        column(records, name) for name in ("time_s", "workers", "generation", "step_ms", "rows")
+    )
+    is_new = np.ones(len(times), bool)
+    is_new[1:] = (workers[1:] != workers[:-1]) | (generations[1:] != generations[:-1])
+    began_s = times[np.maximum.accumulate(np.where(is_new, np.arange(len(times)), 0))]
+    is_counted = workers == workers[1:].max()
+    is_undisturbed = is_counted & (times > began_s + SETTLING_S)
+    is_counted[0] = False
+    if rows[is_undisturbed].any():
+        is_counted = is_undisturbed
+    return float(ms[is_counted].sum() / 1e3 / max(1, rows[is_counted].sum()))
 
 
 def disturbances(events: list[Event], limits: FailureSection) -> str:

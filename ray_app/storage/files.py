@@ -58,6 +58,18 @@ def poll_interval_s(path: Location) -> float:
     return 0.5 if isinstance(path, Path) else 5.0
 
 
+_MAX_POLL_SHARE = 0.05
+"""Maximum share of the time that polling takes.
+
+So what takes long to read, such as a run with a million steps, is read less often.
+"""
+
+
+def poll_pause_s(interval_s: float, took_s: float) -> float:
+    """Returns the pause after a poll of so many seconds, at least `interval_s`."""
+    return max(interval_s, took_s / _MAX_POLL_SHARE)
+
+
 def render_content(content: Content) -> bytes:
     """Returns the bytes of a content."""
     if isinstance(content, bytes):

@@ -105,11 +105,10 @@ class Backlog:
         """
         self._dropped_step = max(self._dropped_step, sent.sent_step)
         try:
-            for record in self._reader.first_records():
+            for record in self._reader.first_records(sent.sent_step):
+                # Points need the sum of the rows only; without the lists a record needs less memory.
+                self._steps[record.step] = replace(record, rows=[sum(record.rows)], row_hash=[])
                 self.newest_step = max(self.newest_step, record.step)
-                if record.step > sent.sent_step:
-                    # Points need the sum of the rows only; without the lists a record needs less memory.
-                    self._steps[record.step] = replace(record, rows=[sum(record.rows)], row_hash=[])
         except Exception:
             self.rewind()
             raise

@@ -37,7 +37,7 @@ from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, redact_yaml
-from ray_app.storage.files import list_tree, poll_interval_s, put_atomic
+from ray_app.storage.files import list_tree, poll_interval_s, poll_pause_s, put_atomic
 from ray_app.track.mlflow_client import (
     METRICS_PER_CALL,
     Backlog,
@@ -58,12 +58,6 @@ logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 _RETRY_S = 0.5
-_PAUSE_PER_LOOK = 20
-"""Pause after a look at the record, in durations of the look.
-
-A long run has many files to read on the driver's cores, and in a bucket the whole event file is uploaded again. The
-pause limits both to about a twentieth of the time.
-"""
 
 _EVENT_FILE_PREFIX = "events.out.tfevents."
 
@@ -130,7 +124,7 @@ class _Sender(ABC):
                 if self._last_error is not None:
                     logger.warning("%s gets the record again.", self.place)
                 self._last_error = None
-                pause_s = min(max(self.poll_s, _PAUSE_PER_LOOK * self.busy_s), self.longest_pause_s)
+                pause_s = min(poll_pause_s(self.poll_s, self.busy_s), self.longest_pause_s)
             except Exception as error:
                 self._warn(error)
                 self._reset()

@@ -34,17 +34,13 @@ from ray_app.report.charts import seconds, sparkline
 from ray_app.report.facts import Facts, FactsReader
 from ray_app.report.html import TONES, Live, render
 from ray_app.report.tables import budgets, happenings, health, sizes_text, time_parts
+from ray_app.runlog.history import column
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_interval_s
+from ray_app.storage.files import poll_interval_s, poll_pause_s
 
 logger = logging.getLogger(__name__)
 
-_MAX_READ_SHARE = 0.05
-"""Maximum share of the time that reading takes.
-
-So runs that take long to read, such as one with a million steps, are read less often.
-"""
 _COOKIE, _SCRIPT = "ray_app_watch", "watch.js"
 _MAX_CONNECTIONS = 64
 """Number of open connections, each with a thread; the oldest is closed for a further one."""
@@ -98,7 +94,7 @@ class RunWatcher:
             began_s = time.monotonic()
             for number, reader in enumerate(self._readers):
                 self._sights[number] = _read_run(reader, self._sights[number])
-            pause_s = max(self._every_s, (time.monotonic() - began_s) / _MAX_READ_SHARE)
+            pause_s = poll_pause_s(self._every_s, time.monotonic() - began_s)
             with self.changed:
                 self.changed.notify_all()
 
@@ -241,7 +237,7 @@ def _render_head(facts: Facts) -> Text:
 def _render_progress(facts: Facts) -> RenderableType:
     step, total = facts.records[-1].step if facts.records else 0, facts.total_steps
     table = Table.grid(padding=(0, 1))
-    curve = sparkline([record.loss for record in facts.records], "▁▂▃▄▅▆▇█") if facts.records else ""
+    curve = sparkline(column(facts.records, "loss"), "▁▂▃▄▅▆▇█")
     table.add_row(
         ProgressBar(total=total or 1, completed=step, width=30), f"step {step:,} of {total or 0:,}", f"loss {curve}"
     )

@@ -84,6 +84,9 @@ class Observers:
         with suppress(Exception):
             self._events.read_new()
             self._has_skipped_old = True
+            # The records of earlier starts are read without making them.
+            for _ in self._records.read_tables():
+                pass
         self._notify("begun", str(self._job.paths.root))
         over = threading.Event()
         thread = threading.Thread(target=self._run, args=(over,), name="observers", daemon=True)

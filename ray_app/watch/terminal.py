@@ -29,11 +29,11 @@ from ray_app.process import SafeStream
 from ray_app.report.charts import sparkline
 from ray_app.report.facts import Facts
 from ray_app.runlog.evaluations import read_scores
-from ray_app.runlog.history import count, disturbances, restarts
+from ray_app.runlog.history import column, count, disturbances, restarts
 from ray_app.runlog.journal import StepRecord, newest_record
 from ray_app.runlog.output import NewLines, TextConsole
 from ray_app.runlog.redaction import redact
-from ray_app.storage.files import poll_interval_s
+from ray_app.storage.files import poll_interval_s, poll_pause_s
 from ray_app.task.constant_scores import describe_constant
 from ray_app.train.job import Job
 from ray_app.watch.metrics import RunMetrics, Speed
@@ -212,7 +212,7 @@ class RunConsole:
         self._last_line_s = 0.0
         self._evaluation_text = ""
         self._disturbances_text = ""
-        self._last_read_s = 0.0
+        self._next_read_s = 0.0
         self._progress = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(bar_width=24),
@@ -285,9 +285,9 @@ class RunConsole:
         return True
 
     def _read_record(self, newest: StepRecord | None, waits: bool) -> None:
-        if time.monotonic() - self._last_read_s < max(1.0, poll_interval_s(self._job.paths.root)):
+        began_s = time.monotonic()
+        if began_s < self._next_read_s:
             return
-        self._last_read_s = time.monotonic()
         if newest is not None:
             self._speed.look(newest, time.monotonic())
             if self._metrics is not None:
@@ -302,6 +302,9 @@ class RunConsole:
             # An outage of the storage may pass.
             logger.warning("The record could not be read, will try again: %s", error)
             return
+        finally:
+            interval_s = max(1.0, poll_interval_s(self._job.paths.root))
+            self._next_read_s = began_s + poll_pause_s(interval_s, time.monotonic() - began_s)
         if self._metrics is not None:
             for cause, times in restarts(events).items():
                 self._metrics.set("restarts", times, cause=cause)
@@ -421,9 +424,9 @@ def describe_model(model: dict[str, Any]) -> str:
 
 def format_loss_curve(facts: Facts, encoding: str) -> str:
     """Returns first loss, sparkline, as ASCII without UTF-8, and last loss; empty without steps."""
-    losses = [record.loss for record in facts.records]
+    losses = column(facts.records, "loss")
     marks = _BLOCKS if _is_utf8(encoding) else _ASCII
-    return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if losses else ""
+    return f"{losses[0]:.4f} {sparkline(losses, marks)} {losses[-1]:.4f}" if len(losses) else ""
 
 
 def _is_utf8(encoding: str) -> bool:

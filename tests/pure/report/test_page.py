@@ -9,6 +9,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -419,7 +420,7 @@ def test_the_loss_curve_of_the_console_has_one_character_per_value(tmp_path: Pat
     assert sparkline([1e-4, 1e-2, 1.0], "abc") == "abc"
     assert sparkline([0.0, 1e-2, 1.0], "abc") == "aac"
     assert sparkline([1, 1], "abc") == "aa"
-    assert len(smooth_points([(float(i), 1.0) for i in range(1000)])) == 120
+    assert len(smooth_points(np.array([(float(i), 1.0) for i in range(1000)]))) == 120
     run = RunDirectory(tmp_path)
     run.steps(1, 100, 0.0)
     facts = read_facts(run.paths)

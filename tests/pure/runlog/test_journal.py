@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import threading
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +22,25 @@ from ray_app.errors import ConfigError
 from ray_app.runlog import journal
 from ray_app.runlog import journal as segments
 from ray_app.runlog.evaluations import Evaluation, early_stop, put_evaluation
-from ray_app.runlog.history import means, read_steps
+from ray_app.runlog.history import StepsReader, means, read_steps
 from ray_app.runlog.journal import (
     MAX_SMALL_FILES,
+    EventsReader,
     MetricsWriter,
     PendingEvents,
     RecordReader,
     StepRecord,
+    join_events,
     join_segments,
     list_segments,
     newest_record,
+    put_event,
     put_segment,
     read_events,
     read_records,
 )
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.files import put_atomic
+from ray_app.storage.files import list_files, list_tree, put_atomic, put_json
 from ray_app.task.losses import STEP_METRICS
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, Point, SentState, make_evaluation_point, make_step_point
 from tests.support.waiting import wait_until
@@ -204,9 +210,16 @@ def test_the_number_of_files_is_bounded_and_memory_per_step_is_small(paths: RunP
     assert allocated_bytes[1] - allocated_bytes[0] < 1400 * 140
 
 
-def test_step_columns_equal_the_records(paths: RunPaths) -> None:
+@pytest.mark.parametrize("full_bytes", [None, 3000], ids=["small", "joined"])
+def test_step_columns_equal_the_records(paths: RunPaths, full_bytes: int | None) -> None:
+    reader = StepsReader(paths)
+    assert len(reader.read().records) == 0
     write_segments_with_repeats(paths)
     records, repeated, _ = read_all(paths)
+    assert repr(list(reader.read().records)) == repr(list(read_steps(paths).records)), "the first steps came later"
+    if full_bytes is not None:
+        assert join_segments(paths, 0, full_bytes) > 0
+        assert {name.rpartition(".")[2] for name in list_segments(paths)} == {"json", "parquet"}
     steps = read_steps(paths)
 
     def small(record: StepRecord) -> StepRecord:
@@ -225,6 +238,83 @@ def test_step_columns_equal_the_records(paths: RunPaths) -> None:
     assert len(read_steps(paths, 40).records) == 40
 
 
+def test_a_full_segment_takes_less_than_a_hundred_bytes_a_step(paths: RunPaths) -> None:
+    generator = random.Random(0)
+    for step in range(1, 2001):
+        times = 1e9 + step + generator.random() / 100, 2 / step * (1 + generator.random()), 1e-3
+        others = generator.random(), 100 * generator.random(), generator.random()
+        hashes = [generator.getrandbits(64) for _ in range(4)]
+        put_segment(paths, 1, [StepRecord(step, step // 50, *times, *others, 2, [16] * 4, hashes, "1.1")])
+    while join_segments(paths, 0, 1 << 17) > 1:
+        pass
+    contents = {name: (paths.metrics / name).read_bytes() for name in full(paths)}
+    steps = sum(len(segments.read_segment(paths.metrics / name, data)) for name, data in contents.items())
+    assert steps > 500
+    assert sum(map(len, contents.values())) / steps < 100
+
+
+def full(paths: RunPaths) -> list[str]:
+    """Returns the names of the full segments."""
+    return [name for name in list_segments(paths) if name.endswith(".parquet")]
+
+
+def test_a_flipped_bit_of_a_full_segment_is_noticed_before_it_is_parsed(paths: RunPaths) -> None:
+    write_segments_with_repeats(paths)
+    join_segments(paths, 0, 3000)
+    file = paths.metrics / full(paths)[0]
+    data = file.read_bytes()
+    for position in (0, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(ConfigError, match=f"{file.name} is damaged"):
+            read_records(paths)
+
+
+def put_frequent_events(paths: RunPaths, count: int) -> None:
+    for step in range(count):
+        put_event(paths, "checkpointed", 1, step=step)
+        put_event(paths, "evaluated" if step % 2 else "failed", 1, step=step)
+
+
+def test_joining_events_stopped_at_any_write_loses_and_duplicates_none(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_MAX_SINGLE_EVENTS", 5)
+    put_frequent_events(paths, 10)
+    expected, before = read_events(paths), {file: file.read_bytes() for file in Path(str(paths.events)).iterdir()}
+    reader = EventsReader(paths)
+    assert reader.read_new() == expected
+    for after in (False, True):
+        for effect in range(1, 1000):
+            shutil.rmtree(str(paths.events))
+            Path(str(paths.events)).mkdir()
+            for file, data in before.items():
+                file.write_bytes(data)
+            remaining_effects = [effect]
+            with monkeypatch.context() as patch:
+                patch.setattr(journal, "put_json", stop_at_effect(put_json, remaining_effects, after))
+                patch.setattr(Path, "unlink", stop_at_effect(Path.unlink, remaining_effects, after))
+                with suppress(StoppedError):
+                    join_events(paths, 0)
+            assert read_events(paths) == expected, effect
+            assert [e.kind for e in read_events(paths, "evaluated")] == ["evaluated"] * 5
+            assert reader.read_new() == [], "the events of a joined file were read before"
+            if remaining_effects[0] > 0:
+                break
+    assert len(list_files(paths.events)) == 5 + 2
+    put_frequent_events(paths, 1)
+    assert [e.details["step"] for e in reader.read_new()] == [0, 0]
+
+
+def test_events_that_are_joined_while_they_are_read_are_read_again(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_MAX_SINGLE_EVENTS", 5)
+    put_frequent_events(paths, 10)
+    expected = read_events(paths)
+    monkeypatch.setattr(journal, "list_tree", lambda folder: (list_tree(folder), join_events(paths, 0))[0])
+    assert read_events(paths) == expected
+
+
 def test_step_columns_keep_weights_and_metrics_of_single_steps(paths: RunPaths) -> None:
     stored = [
         record_of(1),
@@ -237,7 +327,7 @@ def test_step_columns_keep_weights_and_metrics_of_single_steps(paths: RunPaths) 
     assert [(r.weight, r.metrics) for r in loaded] == [(None, {}), (0.0, {"a": 0.5}), (7.5, {"b": -1.0})]
     assert [r.over for r in loaded] == [8, 0.0, 7.5]
     assert [
-        segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes())
+        segments.to_records(segments.read_segment(paths.metrics / name, (paths.metrics / name).read_bytes()))
         for name in list_segments(paths)
     ] == [[record] for record in stored]
 

@@ -7,7 +7,7 @@ import io
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -19,8 +19,9 @@ from ray_app.cli.watch import main
 from ray_app.report.facts import Facts, FactsReader, read_facts
 from ray_app.report.html import render
 from ray_app.runlog import journal
-from ray_app.runlog import journal as segments
 from ray_app.runlog.paths import RunPaths
+from ray_app.storage import files
+from ray_app.storage.files import Location
 from ray_app.watch.live_views import (
     PageServer,
     RunState,
@@ -63,13 +64,15 @@ def read_states(*runs: RunDirectory) -> list[RunState]:
 
 def test_files_that_were_read_are_not_read_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, files_read = FactsReader(run.paths), []
-    read_event, read_segment = journal._event, segments.read_segment
-    monkeypatch.setattr(
-        journal, "_event", lambda file, value: (files_read.append(file.name), read_event(file, value))[1]
-    )
-    monkeypatch.setattr(
-        segments, "read_segment", lambda path, data: (files_read.append(path.name), read_segment(path, data))[1]
-    )
+    read_all = files.read_all
+
+    def read_and_note(paths: Iterable[Location], missing: bytes) -> list[bytes]:
+        all_paths = list(paths)
+        files_read.extend(all_paths)
+        return read_all(all_paths, missing)
+
+    for module in (files, journal):
+        monkeypatch.setattr(module, "read_all", read_and_note)
     assert len(reader.read().records) == 100
     assert len(files_read) == 3
     assert len(reader.read().records) == 100
@@ -80,17 +83,17 @@ def test_files_that_were_read_are_not_read_again(run: RunDirectory, monkeypatch:
     second_facts = reader.read()
     assert len(files_read) == 6
     fresh_facts = read_facts(run.paths)
-    assert (list(second_facts.records), list(second_facts.repeated), list(second_facts.in_time)) == (
+    assert (list(second_facts.records), list(second_facts.course.repeated), list(second_facts.in_time)) == (
         list(fresh_facts.records),
-        list(fresh_facts.repeated),
+        list(fresh_facts.course.repeated),
         list(fresh_facts.in_time),
     )
     assert len(second_facts.records) == 110
-    assert len(second_facts.repeated) == 5
-    assert (second_facts.events, second_facts.rows, second_facts.skipped) == (
+    assert len(second_facts.course.repeated) == 5
+    assert (second_facts.events, second_facts.rows, second_facts.course.skipped) == (
         fresh_facts.events,
         fresh_facts.rows,
-        fresh_facts.skipped,
+        fresh_facts.course.skipped,
     )
 
 
