@@ -12,6 +12,7 @@ from ray_app.version import __version__
 
 if TYPE_CHECKING:
     from ray_app.cluster.resources import session
+    from ray_app.data.folds import fold_configs
     from ray_app.drill.cluster import LocalCluster, kill_worker
     from ray_app.driver.background import Training, Worker, start_training
     from ray_app.driver.parsing import load_config
@@ -45,6 +46,7 @@ __all__ = [
     "compare_runs",
     "describe",
     "drawing",
+    "fold_configs",
     "ingest_arrays",
     "ingest_files",
     "ingest_table",
@@ -79,6 +81,7 @@ _MODULES = {
     "compare_runs": "driver.result",
     "drawing": "task.transforms",
     "describe": "ingest.ingest",
+    "fold_configs": "data.folds",
     "ingest_arrays": "ingest.in_memory",
     "ingest_files": "ingest.ingest",
     "ingest_table": "ingest.in_memory",

@@ -143,7 +143,7 @@ def _output_folder(config: Config, section: DrillSection) -> Location:
 def _connected(config: Config, starts_cluster: bool) -> Iterator[DrillCluster | None]:
     """Connects to the cluster of the drill in the block, and yields its nodes if the drill may end them."""
     if starts_cluster and not config.scaling.worker_gpus:
-        with open_drill_cluster(config.scaling.worker_limit, config.data.eval_path is not None) as nodes:
+        with open_drill_cluster(config.scaling.worker_limit, config.data.evaluation_path is not None) as nodes:
             yield nodes
     else:
         with cluster(config):

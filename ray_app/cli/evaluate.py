@@ -22,7 +22,7 @@ from ray_app.driver.trained_run import load_trained_task, send_to_mlflow
 from ray_app.errors import ConfigError, DataError, EvaluationError, RayAppError
 from ray_app.evaluate.evaluator import EvaluatorHandle, start_evaluator
 from ray_app.evaluate.job import EvaluationJob, pending_commits
-from ray_app.models.inputs import open_rows
+from ray_app.models.inputs import open_evaluation_rows
 from ray_app.preflight.batch_checks import refuse_other_batches
 from ray_app.preflight.inputs import check_evaluation_data
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -109,7 +109,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
             "--data, --max_rows and --task make other evaluations than the run's own; give them a --name, such as"
             " --name fresh."
         )
-    if options.data is None and config.data.eval_path is None:
+    if options.data is None and config.data.evaluation_path is None:
         raise ConfigError(
             f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
         )
@@ -121,7 +121,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
     section = replace(config.evaluate, **overrides, where="actor")
     config = replace(config, evaluate=section, task=task or config.task)
     if options.data is not None:
-        config = config.replace(data__eval_path=options.data)
+        config = config.replace(data__eval_path=options.data, data__fold=None)
     check_config(config)
     return config.replace(
         run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
@@ -131,7 +131,7 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
 def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
     """Returns the job of the evaluator."""
     task = load_trained_task(paths, config, make_stored_task(paths, config))
-    data = open_rows(task, str(config.data.eval_path), True, config.data.read_task_mb, config.evaluate.max_rows)
+    data = open_evaluation_rows(task, config)
     if options.name is None:
         check_evaluation_data(paths, config, data.manifest.digest)
     return EvaluationJob.of(config, task, str(paths.root), newest_fence(paths), data, options.name, True)

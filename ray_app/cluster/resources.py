@@ -324,7 +324,7 @@ def workers_in(resources: dict[str, float], scaling: ScalingSection) -> float:
 
 def has_evaluator(config: Config) -> bool:
     """Returns whether the run has an evaluator actor."""
-    return config.data.eval_path is not None and config.evaluate.where != "workers"
+    return config.data.evaluation_path is not None and config.evaluate.where != "workers"
 
 
 def evaluator_gpus(config: Config) -> float:

@@ -284,7 +284,7 @@ _OTHER_RULES = (
     ),
     Rule(
         "evaluate.patience",
-        lambda c: c.data.eval_path is None,
+        lambda c: c.data.evaluation_path is None,
         " without data.eval_path: there is nothing to judge by. Set data.eval_path or leave patience out.",
     ),
     Rule(
@@ -318,6 +318,26 @@ _OTHER_RULES = (
         "data.shuffle",
         lambda c: c.data.balance_by or c.data.by_length,
         ", and data.balance_by and data.by_length choose the rows of a step in another way. Leave it out, or these.",
+    ),
+    Rule(
+        "data.fold",
+        lambda c: c.data.fold >= c.data.folds,
+        ", but data.folds is {c.data.folds}; folds are counted from 0. Give one below {c.data.folds}.",
+    ),
+    Rule(
+        "data.eval_path",
+        lambda c: c.data.fold is not None,
+        ", but the run evaluates on fold {c.data.fold} of data.path (data.fold). Leave one of them out.",
+    ),
+    Rule(
+        "data.fold_by",
+        lambda c: c.data.fold_by_class or c.data.fold_by_time,
+        ", and so is data.fold_by_class or data.fold_by_time; folds have one rule. Leave the others out.",
+    ),
+    Rule(
+        "data.fold_by_class",
+        lambda c: c.data.fold_by_time,
+        ", and data.fold_by_time is {c.data.fold_by_time}; folds have one rule. Leave one of them out.",
     ),
     Rule(
         "data.cache_dir",

@@ -133,6 +133,12 @@ class DataSection:
     Args:
         path: Folder (or file) of Parquet with the training data.
         eval_path: Folder (or file) of Parquet with the evaluation data. Default: no evaluation.
+        fold: Fold of `path`, from 0, on which the run evaluates; it trains on the others, or with `fold_by_time` on the
+            rows before. Default: none, and it trains on all rows.
+        folds: Number of folds. Without a column they are equal ranges of the rows in the order of the files.
+        fold_by: Column with groups (integers or text), such as `patient`, that stay together in one fold.
+        fold_by_class: Column with classes (integers or text), such as `label`, of which each fold gets an equal share.
+        fold_by_time: Column with dates, times or numbers; each fold is later than the rows that train for it.
         global_batch_size: Rows of one optimizer step over all workers; a multiple of the number of logical workers.
         shuffle_window_rows: Rows per logical worker that are shuffled together. A worker holds about this many decoded
             rows times `prefetch_windows` + 1 for each logical worker that it runs, and one window more. A size that no
@@ -169,6 +175,11 @@ class DataSection:
 
     path: str = ""
     eval_path: str | None = None
+    fold: NonNegativeInt | None = result_field(None)
+    folds: Annotated[int, NumberRange(ge=2)] = result_field(5)
+    fold_by: str | None = result_field(None)
+    fold_by_class: str | None = result_field(None)
+    fold_by_time: str | None = result_field(None)
     global_batch_size: PositiveInt = result_field(32)
     shuffle_window_rows: PositiveInt = result_field(10_000)
     shuffle: bool = result_field(True)
@@ -184,6 +195,16 @@ class DataSection:
     reader_threads: NonNegativeInt = 0
     on_bad_row: Literal["fail", "skip"] = "fail"
     max_bad_rows: NonNegativeInt = 100
+
+    @property
+    def evaluation_path(self) -> str | None:
+        """Returns the path of the data set with the rows to evaluate on: with a fold that of all rows."""
+        return self.eval_path if self.fold is None else self.path
+
+    @property
+    def evaluation_name(self) -> str:
+        """Returns what the rows to evaluate on are called in messages."""
+        return f"data.eval_path {self.eval_path}" if self.fold is None else f"fold {self.fold} of data.path {self.path}"
 
 
 @dataclass(frozen=True)
@@ -260,6 +281,9 @@ class EvaluateSection:
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
             group is used, always the same one. Default: all rows.
+        half: Half of the rows to evaluate on, by a hash of their file's content and their position in it, as for the
+            gate of `ray-app retrain`. `selection`: the half by which checkpoints and settings are chosen; `report`: the
+            other one, for a score of what was chosen. Default: all rows.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
         num_gpus: GPUs that each actor reserves: 0, a fraction of one GPU, or 1.
         label_selector: Labels of the nodes on which actors run. Default: `scaling.label_selector`.
@@ -275,6 +299,7 @@ class EvaluateSection:
     fixed_batches: bool | None = None
     workers: PositiveInt = 1
     max_rows: PositiveInt | None = None
+    half: Literal["selection", "report"] | None = None
     num_cpus: NonNegativeFloat = 1
     num_gpus: NonNegativeFloat = 0
     label_selector: dict[str, str] | None = None

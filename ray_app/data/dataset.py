@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,31 +120,41 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
     Returns the distinct values in ascending order, and for each row, in manifest order, the index of its value, in the
     smallest unsigned type.
     """
+    fields = "data.balance_by, data.fold_by, or task.init_args.label"
 
-    def read(path: str) -> npt.NDArray:
-        with DataFile(root, path, manifest.rules) as file:
-            return read_values(file)
-
-    def read_values(file: DataFile) -> npt.NDArray:
-        if column not in file.schema.names:
-            raise DataError(
-                f"{root} has no column {column!r} of classes; its columns are {', '.join(sorted(file.schema.names))}."
-                " Name another one (data.balance_by, or task.init_args.label)."
-            )
-        values = file.read([column]).column(0)
+    def check(path: str, values: pa.ChunkedArray) -> npt.NDArray:
         kind = values.type
         if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(
                 f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are"
-                " integers or text without missing values. Name another column (data.balance_by, or"
-                " task.init_args.label), or convert it."
+                f" integers or text without missing values. Name another column ({fields}), or convert it."
             )
         return values.to_numpy()
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        values = np.concatenate(list(pool.map(read, manifest.paths)))
+    values = read_column(root, manifest, column, check, f"Name another one ({fields}).")
     labels, label_of_row = np.unique(values, return_inverse=True)
     return labels.tolist(), label_of_row.astype(np.min_scalar_type(len(labels) - 1))
+
+
+def read_column(
+    root: str, manifest: Manifest, column: str, convert: Callable[[str, pa.ChunkedArray], npt.NDArray], advice: str
+) -> npt.NDArray:
+    """Returns the values of a column for all rows in manifest order, (rows,).
+
+    Args:
+        convert: Makes an array of the column of a file; it gets the path of the file and the column.
+        advice: What to do if there is no such column.
+    """
+
+    def read(path: str) -> npt.NDArray:
+        with DataFile(root, path, manifest.rules) as file:
+            if column not in file.schema.names:
+                names = ", ".join(sorted(file.schema.names))
+                raise DataError(f"{root} has no column {column!r}; its columns are {names}. {advice}")
+            return convert(path, file.read([column]).column(0))
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return np.concatenate(list(pool.map(read, manifest.paths)))
 
 
 def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,7 +40,6 @@ from ray_app.data.plain_columns import is_plain, plain_schema, to_plain
 from ray_app.errors import BadRowError, DataError, StorageError
 from ray_app.plan.manifest import (
     Manifest,
-    PartitionType,
     PartitionValue,
     ReadRules,
     parse_partition_value,
@@ -63,11 +62,6 @@ _MAX_OPEN = 4
 _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
 
 
-def partition_fields(partitions: Mapping[str, PartitionType]) -> list[pa.Field]:
-    """Returns the partition columns as Arrow fields."""
-    return [pa.field(name, _TYPES[kind]) for name, kind in partitions.items()]
-
-
 class DataFile:
     """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
@@ -78,11 +72,12 @@ class DataFile:
         self._is_plain = is_plain(self._file.schema_arrow)
         self._stored_columns = set(self._file.schema_arrow.names)
         self._class_map = rules.class_maps.get(path)
+        self._kept_rows = partial(rules.kept_rows, path)
         self._texts = parse_partitions(path) if rules.partitions else {}
         self._values: dict[str, PartitionValue] = {
             name: parse_partition_value(self._texts[name], kind) for name, kind in rules.partitions.items()
         }
-        self._fields = {field.name: field for field in partition_fields(rules.partitions)}
+        self._fields = {name: pa.field(name, _TYPES[kind]) for name, kind in rules.partitions.items()}
 
     def __enter__(self) -> DataFile:
         return self
@@ -153,7 +148,7 @@ class DataFile:
         return list(stored)
 
     def _apply_rules(self, table: pa.Table, columns: Sequence[str], index: int, first: int) -> pa.Table:
-        """Returns the table with plain types, the partition columns among `columns`, and the data set's classes.
+        """Returns the kept rows with plain types, the partition columns among `columns`, and the data set's classes.
 
         Raises BadRowError for a stored value that the name of the folder contradicts.
         """
@@ -170,7 +165,8 @@ class DataFile:
                 value = table.column(name)[row].as_py()
                 reason = f"column {name!r} is {value!r}, but the folder says {self._texts[name]!r}; correct one of them"
                 raise BadRowError(self._path, index, first + row, reason)
-        return table
+        kept = self._kept_rows(index, first, table.num_rows)
+        return table if kept is None else table.filter(pa.array(kept))
 
     @staticmethod
     def _first_mismatch(column: pa.ChunkedArray, text: str | None) -> int | None:

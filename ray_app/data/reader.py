@@ -168,8 +168,7 @@ class Reader:
         """Yields the decoded rows of a span in blocks; a row with a missing value is bad and is not decoded."""
         bad = find_missing_values(table, self.columns)
         if bad and not self.skips:
-            first = min(bad)
-            raise BadRowError(span.path, span.row_group, span.first + first, bad[first])
+            raise self._bad_row(span, min(bad), bad[min(bad)])
         usable = usable_mask(span.rows, bad)
         rows = self._to_rows(span, table.filter(pa.array(usable)) if bad else table)
         if span.key is not None:
@@ -214,10 +213,15 @@ class Reader:
             lambda low, high: decode_all(self.decode, {n: rows[n][low:high] for n in rows}, high - low, self.fields),
         ):
             if isinstance(result, Exception):
-                return BadRowError(span.path, span.row_group, span.first + row, row_error_reason(result))
+                return self._bad_row(span, row, row_error_reason(result))
         return DataError(
             f"{span.path}, row group {span.row_group} cannot be decoded as a whole: {row_error_reason(error)}"
         )
+
+    def _bad_row(self, span: Span, row: int, reason: str) -> BadRowError:
+        """Returns the error that names a row of a span by its number in the file."""
+        stored = self.rules.stored_row(span.path, span.row_group, span.first + row)
+        return BadRowError(span.path, span.row_group, stored, reason)
 
 
 def _encode(rows: dict[str, Field], reasons: list[str | None] | None) -> pa.Table:

@@ -168,7 +168,7 @@ def kill_saving(context: ScenarioContext) -> Scenario | str:
 
 def evaluator(context: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates."""
-    if context.config.data.eval_path is None:
+    if context.config.data.evaluation_path is None:
         return "there is no evaluator without data.eval_path"
     if context.config.evaluate.where == "workers":
         return "there is no evaluator with evaluate.where workers"
@@ -342,7 +342,7 @@ def driver(context: ScenarioContext) -> Scenario | str:
 
 def evaluator_and_driver(context: ScenarioContext) -> Scenario | str:
     """The evaluator is killed while it evaluates, then the driver, and the same run is started again."""
-    if context.config.data.eval_path is None or context.config.evaluate.where == "workers":
+    if context.config.data.evaluation_path is None or context.config.evaluate.where == "workers":
         return "there is no evaluator without data.eval_path, nor with evaluate.where workers"
     step = context.choose_checkpoint_step()
     wait = WaitForEvidence(context.evidence, "held", "driver_killed", step + 1, 0)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,13 +14,14 @@ from torch import nn
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.config.checks import check_config
+from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST
 from ray_app.driver.finalize import stored_job
 from ray_app.driver.model_export import ExportOptions, export_run
 from ray_app.driver.trained_run import choose_checkpoint, load_model, read_texts
 from ray_app.errors import CheckpointError, ConfigError
 from ray_app.models.export import read_rows
-from ray_app.models.inputs import decode_inputs, open_rows
+from ray_app.models.inputs import decode_inputs, open_evaluation_rows, open_rows
 from ray_app.report.facts import read_facts
 from ray_app.report.html import Comparison, run_cell
 from ray_app.runlog.evaluations import Evaluation, read_evaluations
@@ -31,7 +32,7 @@ from ray_app.storage.files import Location, to_location
 from ray_app.task.base import Batch, Task
 from ray_app.task.metrics import combine, score
 from ray_app.task.precision import Precision
-from ray_app.task.ragged import Field, concat_fields, to_batch
+from ray_app.task.ragged import Arrays, Field, concat_fields, to_batch
 from ray_app.train.job import Job
 
 
@@ -130,20 +131,27 @@ class Result:
         return read_rows(self.task, path)
 
     def evaluate(
-        self, data: Any, checkpoint: str = "best", workers: int | None = None, batch_size: int | None = None
+        self,
+        data: Any = None,
+        checkpoint: str = "best",
+        workers: int | None = None,
+        batch_size: int | None = None,
+        half: Literal["selection", "report"] | None = None,
     ) -> dict[str, float]:
         """Scores a model on a data set, such as test rows that were used for no choice.
 
         The scores are not recorded.
 
         Args:
-            data: Folder (or file) of Parquet, with the columns of the training data; or its columns by name.
+            data: Folder (or file) of Parquet, with the columns of the training data; or its columns by name. Default:
+                the rows on which the run evaluates, by `half`.
             checkpoint: See `ExportOptions.checkpoint`.
             workers: Number of Ray actors that score the rows of a folder together, each with `evaluate.num_cpus` and
                 `num_gpus` of the run; the cluster is that of a training. Default: this process scores them on the CPU,
                 without Ray. The scores are bit-identical for any number. Those of this process may differ in the last
                 bits, because it may compute with other threads.
             batch_size: Rows of one forward pass; default: `evaluate.batch_size` of the run.
+            half: Half of the run's own rows, see `evaluate.half`; default: all of them.
 
         Returns:
             The mean `loss` and the task's metrics of one number, by name.
@@ -156,7 +164,11 @@ class Result:
         size, job = self._batch_size(batch_size), self._job
         model = self.load_model(checkpoint)
         if workers is None:
-            rows = decode_inputs(self.task, data, read_texts(job), targets=True).fields
+            if data is None:
+                own_rows = open_evaluation_rows(self.task, job.config.replace(evaluate__half=half))
+                rows: Arrays = load_all(fetch_in_process, own_rows).arrays
+            else:
+                rows = decode_inputs(self.task, data, read_texts(job), targets=True).fields
             fixed, precision = job.config.evaluate.fixed_batches, Precision.of(job.config.train)
             chunks = score(self.task, model, rows, size, HOST, fixed=fixed, precision=precision)
             return combine(self.task, chunks).values
@@ -165,7 +177,7 @@ class Result:
                 f"workers={workers} evaluates a folder or file of Parquet that the actors read, and got columns of this"
                 " process. Give a path, or leave out workers."
             )
-        fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": data}
+        fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": data, "data__fold": None}
         config = job.config.replace(**fields, evaluate__batch_size=size, scaling__min_workers=1, scaling__max_workers=1)
         check_config(config)
         # These modules import Ray, which nothing else here needs.

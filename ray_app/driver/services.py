@@ -46,7 +46,7 @@ def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker |
     datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
     if job.evaluation is not None:
         evaluated = job.evaluation.manifest
-        datasets.append(DataSet("evaluation", str(config.data.eval_path), evaluated.digest, evaluated.num_rows))
+        datasets.append(DataSet("evaluation", str(config.data.evaluation_path), evaluated.digest, evaluated.num_rows))
     tags, submission = make_run_tags(config, manifest.digest), ray_job()
     has_page = submission is not None and submission["page"] is not None
     if submission is not None and has_page:

@@ -13,7 +13,7 @@ import torch
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.config.config import Config
-from ray_app.data.dataset import open_dataset
+from ray_app.data.folds import open_training_data
 from ray_app.driver.finalize import (
     finalize_run,
     make_late_tracker,
@@ -67,7 +67,7 @@ def load_trained_task(paths: RunPaths, config: Config, task: Task) -> Task:
         settings = json.loads(read_code_text(paths.task))
     if settings is not None:
         return task.restore(settings, f"The file {paths.task}")
-    dataset = open_dataset(config.data.path)
+    dataset = open_training_data(config)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
             f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task"

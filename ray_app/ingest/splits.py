@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 
 from ray_app.config.import_paths import require
 from ray_app.data.arrays import fixed_array, is_text, spec_of_field, to_column
+from ray_app.data.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.additions import Addition, stem_of
 from ray_app.ingest.ids import IdNumbers, Ids, distinct_ids, load_ids, merge_ids
@@ -36,7 +37,6 @@ from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_
 from ray_app.ingest.readers import sources
 from ray_app.ingest.shards import Shards
 from ray_app.ingest.shuffle import Runs
-from ray_app.ingest.split_times import ALLOWED_TIMES, find_first_eval_time, find_no_times, merge_counts, to_times
 from ray_app.ingest.summary import TextColumns
 from ray_app.storage.data_files import HEAD_BYTES, name_foreign_file
 from ray_app.storage.files import Location, put_json, read_json, to_location
@@ -149,7 +149,7 @@ def make_tasks(
     if addition is not None:
         return [replace(task, first_eval_time=addition.first_eval_time) for task in tasks]
     with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
-        first_eval_time = find_first_eval_time(list(results), options)
+        first_eval_time = find_first_eval_time(list(results), options.split_by, options.eval_fraction or 0.0)
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
 
 
@@ -399,7 +399,7 @@ class Divider:
         options = self._task.options
         if options.split_by:
             assert self._task.first_eval_time is not None, "the ingest has found it"
-            return to_times(table[self._column], options) >= self._task.first_eval_time
+            return to_times(table[self._column], f"split_by {options.split_by!r}") >= self._task.first_eval_time
         if options.stratify:
             return np.array([self._is_chosen(label) for label in table[self._column].to_pylist()], np.bool_)
         column = table[self._column or "row_id"]
@@ -472,7 +472,8 @@ def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.
     name = _final_name(task.options.split_by, task.options)
     assert name is not None
     for table in read_input_split(task, refusals):
-        times = to_times(_with_values(table, name, task.options, refusals)[name], task.options)
+        kept = _with_values(table, name, task.options, refusals)
+        times = to_times(kept[name], f"split_by {task.options.split_by!r}")
         different, counts = merge_counts([(different, counts), np.unique(times, return_counts=True)])
     return different, counts
 

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ray_app.config.config import Config
 from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.folds import open_evaluation_data
 from ray_app.data.probes import probe
 from ray_app.data.reader import Reader, RowSource, fetch_in_process, load_all, rows_per_task
 from ray_app.errors import DataError
@@ -286,21 +288,31 @@ def read_decoded(task: Task, path: str, targets: bool = True) -> Arrays:
     return load_all(fetch_in_process, open_rows(task, path, targets)).arrays
 
 
-def open_rows(
-    task: Task, path: str, targets: bool = True, read_mb: float = _READ_MB, max_rows: int | None = None
-) -> RowSource:
+def open_rows(task: Task, path: str, targets: bool = True, read_mb: float = _READ_MB) -> RowSource:
     """Opens the rows of a data set for a prepared task; without `targets` these are zeros.
 
     Args:
         path: Folder (or file) of Parquet.
         read_mb: Largest size of the decoded rows of one read task in megabytes.
-        max_rows: Largest number of rows, `evaluate.max_rows`.
 
     Raises:
         DataError: The data set does not exist, or has another schema than the training data.
     """
     dataset = open_dataset(path, task.data_schema.get("classes"))
-    refuse_other_data(task, dataset.facts, path, "what the model was trained on")
+    return _open_checked(task, dataset, path, targets, read_mb, None)
+
+
+def open_evaluation_rows(task: Task, config: Config) -> RowSource:
+    """Opens the rows on which a run evaluates, for its prepared task; see `open_rows` for the errors."""
+    dataset = open_evaluation_data(config, task.data_schema.get("classes"))
+    name, read_mb = config.data.evaluation_name, config.data.read_task_mb
+    return _open_checked(task, dataset, name, True, read_mb, config.evaluate.max_rows)
+
+
+def _open_checked(
+    task: Task, dataset: Dataset, name: str, targets: bool, read_mb: float, max_rows: int | None
+) -> RowSource:
+    refuse_other_data(task, dataset.facts, name, "what the model was trained on")
     if targets:
         task.prepare(dataset.facts)
     return open_source(task, dataset, targets, read_mb, max_rows)

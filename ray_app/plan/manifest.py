@@ -185,10 +185,26 @@ class ReadRules:
         partitions: Type of each partition column.
         class_maps: For a file that numbers the classes in another way than the data set: the number in the data set by
             the number in the file.
+        kept: See `Manifest.kept`.
     """
 
     partitions: Mapping[str, PartitionType] = field(default_factory=dict)
     class_maps: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kept: Mapping[tuple[str, int], npt.NDArray[np.uint8]] = field(default_factory=dict)
+
+    def kept_rows(self, path: str, index: int, first: int, rows: int) -> npt.NDArray[np.bool_] | None:
+        """Returns a mask, (rows,), of the rows from `first` on of a row group that are read; None for all of them."""
+        bits = self.kept.get((path, index))
+        if bits is None:
+            return None
+        # With `count` NumPy returns uninitialized memory for no bits.
+        kept = np.unpackbits(bits)[first : first + rows].view(np.bool_)
+        return np.pad(kept, (0, rows - len(kept)))
+
+    def stored_row(self, path: str, index: int, row: int) -> int:
+        """Returns the number in its row group of a row that is the `row`-th one to be read, for messages."""
+        bits = self.kept.get((path, index))
+        return row if bits is None else int(np.flatnonzero(np.unpackbits(bits))[row])
 
 
 Int64 = npt.NDArray[np.int64]
@@ -204,14 +220,19 @@ class Manifest:
         file_of: For each row group, the index of its file in `paths`, shape (row groups,).
         index_in_file: For each row group, its index in its file, shape (row groups,).
         rows: For each row group, its number of rows, shape (row groups,).
+        selection: Digest of the rows that are kept, "" for all rows.
         class_maps: See `ReadRules`; empty in a manifest that a run has stored.
+        kept: The rows of a row group, by file and index in it, that are not left out: a bit for each, without the zeros
+            at the end. Row groups of which all rows are kept are missing, as is all of it in a stored manifest.
     """
 
     paths: tuple[str, ...]
     file_of: Int64
     index_in_file: Int64
     rows: Int64
+    selection: str = ""
     class_maps: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    kept: Mapping[tuple[str, int], npt.NDArray[np.uint8]] = field(default_factory=dict, compare=False)
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, list[int]]]) -> Manifest:
@@ -247,11 +268,24 @@ class Manifest:
         ends = [0, *(end * max_rows // self.num_rows for end in np.cumsum(self.rows).tolist())]
         return replace(self, rows=np.array([end - start for start, end in pairwise(ends)], dtype=np.int64))
 
+    def select(self, chosen: npt.NDArray[np.bool_]) -> Manifest:
+        """Returns the manifest of the rows of a mask, (rows,), of a whole data set, in which they count from 0 on."""
+        rows, kept = np.empty_like(self.rows), {}
+        for group, (first, count) in enumerate(zip(self.first_row.tolist(), self.rows.tolist(), strict=True)):
+            mask = chosen[first : first + count]
+            rows[group] = np.count_nonzero(mask)
+            if rows[group] < count:
+                key = self.paths[int(self.file_of[group])], int(self.index_in_file[group])
+                kept[key] = np.trim_zeros(np.packbits(mask), "b")
+        selection = hashlib.sha256(np.packbits(chosen).tobytes()).hexdigest()
+        return replace(self, rows=rows, selection=selection, kept=kept)
+
     def locate(self, position: int) -> tuple[str, int, int]:
         """Returns the file path, the index of the row group and the row in it of a manifest position."""
         group = int(np.searchsorted(self.first_row, position, side="right")) - 1
         path, row = self.paths[int(self.file_of[group])], position - int(self.first_row[group])
-        return path, int(self.index_in_file[group]), row
+        index = int(self.index_in_file[group])
+        return path, index, self.rules.stored_row(path, index, row)
 
     def describe_rows(self, positions: Sequence[int], max_rows: int = 12) -> str:
         """Returns a text that names rows by their files: `2 rows: part-0.parquet, row group 2, rows 3, 17`."""
@@ -273,7 +307,7 @@ class Manifest:
     @property
     def rules(self) -> ReadRules:
         """What is added to the rows of its files, or changed in them, when they are read."""
-        return ReadRules(self.partitions, self.class_maps)
+        return ReadRules(self.partitions, self.class_maps, self.kept)
 
     @cached_property
     def path_hash(self) -> UInt64:
@@ -285,8 +319,8 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-256 over paths, indices and row counts; two data sets with equal digests have equal plans."""
-        sha = hashlib.sha256(json.dumps(self.paths).encode())
+        """The SHA-256 over paths, indices, row counts and selection; equal digests mean equal plans."""
+        sha = hashlib.sha256(json.dumps(self.paths).encode() + self.selection.encode())
         for column in (self.file_of, self.index_in_file, self.rows):
             sha.update(column.astype("<i8").tobytes())
         return sha.hexdigest()
@@ -296,7 +330,8 @@ class Manifest:
         pairs = zip(self.file_of.tolist(), self.rows.tolist(), strict=True)
         groups = {file: [rows for _, rows in items] for file, items in groupby(pairs, key=lambda pair: pair[0])}
         files = [{"path": path, "rows": groups.get(i, [])} for i, path in enumerate(self.paths)]
-        return json.dumps({"digest": self.digest, "num_rows": self.num_rows, "files": files})
+        selection = {"selection": self.selection} if self.selection else {}
+        return json.dumps({"digest": self.digest, "num_rows": self.num_rows, **selection, "files": files})
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
@@ -306,7 +341,7 @@ class Manifest:
             files = [
                 (str(entry["path"]), [operator.index(rows) for rows in entry["rows"]]) for entry in stored["files"]
             ]
-            manifest = cls.from_files(files)
+            manifest = replace(cls.from_files(files), selection=str(stored.get("selection", "")))
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(
                 f"manifest.json is damaged ({type(error).__name__}: {error}); restore it from a backup."

@@ -163,15 +163,20 @@ def assign_files(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
     """
     rows = count_rows_by_file(manifest)
     hashed = hash_array(key(_FILES, seed), manifest.path_hash)
-    order = np.lexsort((hashed, -rows))
-    bins = np.zeros(len(rows), np.int64)
-    heap = [(0, v) for v in range(logical_workers)]
-    for file in order.tolist():
-        assigned_rows, v = heap[0]
-        bins[file] = v
-        heapq.heapreplace(heap, (assigned_rows + int(rows[file]), v))
-    largest_first = sorted(range(logical_workers), key=lambda v: (-next(n for n, w in heap if w == v), v))
-    return np.argsort(np.array(largest_first))[bins]
+    bins = fill_bins(rows, np.lexsort((hashed, -rows)), logical_workers)
+    totals = np.bincount(bins, weights=rows, minlength=logical_workers)
+    return np.argsort(np.argsort(-totals, kind="stable"))[bins]
+
+
+def fill_bins(sizes: Int64, order: Int64, bins: int) -> Int64:
+    """Returns the bin of each item, (items,): each goes, in a given order, to the one with the least so far."""
+    bin_of = np.zeros(len(sizes), np.int64)
+    heap = [(0, number) for number in range(bins)]
+    for item in order.tolist():
+        total, number = heap[0]
+        bin_of[item] = number
+        heapq.heapreplace(heap, (total + int(sizes[item]), number))
+    return bin_of
 
 
 def count_rows_by_file(manifest: Manifest) -> Int64:

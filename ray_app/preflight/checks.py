@@ -25,8 +25,8 @@ from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest, flatten, with_absolute_paths
 from ray_app.config.import_paths import refuse_hiding_files
 from ray_app.config.variables import check_variables, complete_tracking, describe_overridden
+from ray_app.data import folds
 from ray_app.data.arrays import spec_of_values
-from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import sample_ragged_rows, sample_rows
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.inputs import open_source
@@ -151,7 +151,7 @@ def read_initial_parameters(context: PreflightContext) -> list[str]:
 
 def open_training_data(context: PreflightContext) -> None:
     """Opens the training data."""
-    context.dataset = open_dataset(context.config.data.path)
+    context.dataset = folds.open_training_data(context.config)
 
 
 def fit_task(context: PreflightContext) -> CheckResult:
@@ -276,8 +276,8 @@ def check_rounds(context: PreflightContext) -> None:
 def open_evaluation_data(context: PreflightContext) -> list[str]:
     """Opens the evaluation data, and refuses data that is unlike the training data or that of earlier evaluations."""
     config, task = context.config, context.task
-    dataset = open_dataset(str(config.data.eval_path), task.data_schema.get("classes"))
-    names = f"data.eval_path {config.data.eval_path}", f"data.path {config.data.path}"
+    dataset = folds.open_evaluation_data(config, task.data_schema.get("classes"))
+    names = config.data.evaluation_name, f"data.path {config.data.path}"
     refuse_other_data(task, dataset.facts, *names)
     context.eval_dataset, context.eval_task = dataset, task.prepare(dataset.facts)
     source = open_source(task, dataset, True, config.data.read_task_mb, config.evaluate.max_rows)
@@ -419,7 +419,7 @@ CHECKS = (
     Check("rounds", 0, "Each of them ends in the epoch in which it begins.", check_rounds, ("rows",),
           applies=lambda context: context.job.steps_per_round > 1),
     Check("evaluation data", 0.01, "It is like the data to train on.", open_evaluation_data, ("rows",),
-          applies=lambda context: context.config.data.eval_path is not None),
+          applies=lambda context: context.config.data.evaluation_path is not None),
 
     # The dry run: the model on a few rows, and what trains it.
     Check("model", 0.1, "It can be made, with optimizer and schedule.", dry_run.make_state, ("rows",),
@@ -443,7 +443,7 @@ CHECKS = (
           ("one row", "evaluation data"), calls_task=True),
     Check("batches", 0.1, "The evaluation of a row does not depend on the rows beside it.", batch_checks.try_batches,
           ("one row", "evaluation data"), calls_task=True,
-          applies=lambda context: context.config.data.eval_path is not None),
+          applies=lambda context: context.config.data.evaluation_path is not None),
     Check("reading time", 0.01, "The time to decode a row is known.", dry_run.measure_reading, ("one row",),
           calls_task=True,
           applies=lambda context: context.config.scaling.worker_gpus > 0 and context.config.data.cache == "none"
@@ -453,7 +453,7 @@ CHECKS = (
           applies=lambda context: context.eval_rows is not None and not isinstance(context.task, LoopTask)),
     Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
-          applies=lambda context: context.config.data.eval_path is not None),
+          applies=lambda context: context.config.data.evaluation_path is not None),
     Check("gradients", 0.1, "Those of logical workers add up to those of a batch.", gradient_checks.try_gradients,
           ("one row",), calls_task=True,
           applies=lambda context: bool(context.unused_parameters) or isinstance(context.task, BatchTask)),

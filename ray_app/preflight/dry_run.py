@@ -118,7 +118,7 @@ def try_first_row(context: PreflightContext) -> None:
         try:
             context.unused_parameters = _run_task(job, row_probe, rows)
         except TaskError as error:
-            for evaluates in (False, True) if job.config.data.eval_path is not None else (False,):
+            for evaluates in (False, True) if job.config.data.evaluation_path is not None else (False,):
                 if isinstance(task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
                     raise ConfigError(f"{why} What was raised: {error}") from error
             raise
@@ -154,7 +154,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
             if gpus and row_losses.values.requires_grad:
                 parameters = [p for p in state.model.parameters() if p.requires_grad]
                 torch.autograd.grad(row_losses.values.sum(), parameters, allow_unused=True)
-    if config.data.eval_path is None:
+    if config.data.evaluation_path is None:
         return unused
     evaluator_gpus = config.scaling.worker_gpus if job.workers_evaluate else config.evaluate.num_gpus
     with _recording_kernels(config, evaluator_gpus):
@@ -225,7 +225,7 @@ def check_eval_targets(context: PreflightContext) -> None:
     try:
         context.task.refuse_target(context.eval_rows)
     except ValueError as error:
-        raise ConfigError(f"data.eval_path {context.config.data.eval_path}, in the first rows: {error}.") from error
+        raise ConfigError(f"{context.config.data.evaluation_name}, in the first rows: {error}.") from error
 
 
 def measure_reading(context: PreflightContext) -> None:

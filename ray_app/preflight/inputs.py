@@ -150,7 +150,7 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
     before = {e.data_digest for e in read_scores(paths)} - {digest}
     if before and config.evaluate.patience is not None:
         raise DataError(
-            f"data.eval_path {config.data.eval_path} (digest {digest}) is not what this run was evaluated on before"
+            f"{config.data.evaluation_name} (digest {digest}) is not what this run was evaluated on before"
             f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or"
             " another run.name."
         )

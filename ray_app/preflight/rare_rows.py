@@ -145,7 +145,7 @@ def try_rare_rows(context: PreflightContext) -> None:
     tried_numbers = _try_longest(context, f"data.path {context.config.data.path}", row, False, tried_numbers)
     if context.eval_dataset is None:
         return
-    name, task = f"data.eval_path {context.config.data.eval_path}", context.eval_task
+    name, task = context.config.data.evaluation_name, context.eval_task
     if isinstance(task, CausalLanguageModel) and (why := task.describe_unknown_tokens(context.model)) is not None:
         raise ConfigError(f"{name}: {why}")
     # The script of a `LoopTask` would start again for every value.

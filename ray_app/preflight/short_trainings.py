@@ -133,7 +133,8 @@ def _sample_manifest(manifest: Manifest) -> Manifest:
     chosen = np.unique(np.linspace(0, len(small) - 1, min(_GROUPS, len(small))).round().astype(np.int64))
     groups = np.array(small, np.int64)[chosen]
     rows = np.minimum(manifest.rows[groups], -(-_ROWS // len(groups)))
-    return Manifest(manifest.paths, manifest.file_of[groups], manifest.index_in_file[groups], rows)
+    index_in_file = manifest.index_in_file[groups]
+    return replace(manifest, file_of=manifest.file_of[groups], index_in_file=index_in_file, rows=rows)
 
 
 @dataclass(frozen=True)

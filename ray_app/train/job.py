@@ -163,7 +163,7 @@ class Job:
     @property
     def workers_evaluate(self) -> bool:
         """Whether the workers evaluate together at every checkpoint of the cadence."""
-        return self.config.evaluate.where == "workers" and self.config.data.eval_path is not None
+        return self.config.evaluate.where == "workers" and self.config.data.evaluation_path is not None
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Returns whether the cadence plans a checkpoint, and with it an evaluation, after `step` finished steps."""

@@ -204,7 +204,7 @@ def list_values(facts: Facts) -> list[tuple[str, str]]:
         pairs.append((metric, f"{value:.4f} at step {evaluation.step:,}"))
         if best is not None:
             pairs.append((f"best {metric}", f"{best.metrics[metric]:.4f} at step {best.step:,}"))
-    if facts.config.data.eval_path and facts.newest is not None:
+    if facts.config.data.evaluation_path and facts.newest is not None:
         behind = facts.newest.step - (facts.evaluations[-1].step if facts.evaluations else 0)
         pairs.append(("evaluator", f"{behind:,} steps behind" if behind > 0 else "is not behind"))
     if facts.newest is not None:

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from ray_app.config.checks import check_config
 from ray_app.config.config import Config, digest
 from ray_app.data.arrays import to_column
-from ray_app.data.dataset import open_dataset
 from ray_app.data.feed import Feed
+from ray_app.data.folds import open_training_data
 from ray_app.data.probes import probe
 from ray_app.data.reader import fetch_in_process
 from ray_app.data.windows import StreamedWindows, Windows
@@ -158,7 +158,7 @@ def make_job(
         **(defaults | fields),
     )
     check_config(config)
-    dataset = open_dataset(str(data))
+    dataset = open_training_data(config)
     task = task or ImageClassification(model_args={"channels": 4, "dropout": 0.3}, flip=True, crop_padding=1)
     prepared = task.prepare(dataset.facts)
     plan = make_plan(config, dataset.manifest, read_classes(config, dataset))

@@ -198,9 +198,9 @@ class KerasTask(BatchTask):
                 (bool(self.phases()) or has_scale or self.compiled["moves"]) and not traits.can_alternate_optimizers
             ),
             f"{', '.join(facts.kept)}: its reset_state resets nothing, so Keras adds validation rows to its training"
-            " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.eval_path),
+            " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.evaluation_path),
             "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
-                metric is not None and config.data.eval_path is None
+                metric is not None and config.data.evaluation_path is None
             ),
             f"evaluate.metric is {own_metric!r}, and a callback monitors val_{metric}; a run decides by one metric."
             " Name one of them.": None not in (metric, own_metric) and metric != own_metric,

@@ -1,4 +1,4 @@
-"""Times by which an ingest divides rows between `train` and `eval` (`IngestOptions.split_by`)."""
+"""Times by which rows are divided: by an ingest (`IngestOptions.split_by`), and into folds (`data.fold_by_time`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pyarrow.compute as pc
 
 from ray_app.data.arrays import is_text
 from ray_app.errors import DataError
-from ray_app.ingest.options import IngestOptions
 from ray_app.task.user_code import bisect_rows
 
 _OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
@@ -21,10 +20,10 @@ _OFFSET = r"([zZ]|[+-]\d\d:?\d\d)$"
 ALLOWED_TIMES = "dates, times (as text in ISO 8601, such as 2026-01-31), and numbers"
 
 
-def to_times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any]:
+def to_times(column: pa.ChunkedArray, name: str) -> npt.NDArray[Any]:
     """Returns times of text as microseconds, in UTC unless they name an offset, and other values as their numbers.
 
-    Raises DataError for a column of another type; the result is of shape (rows,).
+    Raises DataError for a column of another type, which it calls `name`; the result is of shape (rows,).
     """
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
@@ -35,9 +34,7 @@ def to_times(column: pa.ChunkedArray, options: IngestOptions) -> npt.NDArray[Any
         whole = column.cast(pa.int32()) if pa.types.is_date32(kind) else column
         return np.asarray(whole.cast(pa.int64()).to_numpy())
     except pa.ArrowException as error:
-        raise DataError(
-            f"split_by {options.split_by!r} is a column of {kind}: {error}. Allowed are {ALLOWED_TIMES}."
-        ) from error
+        raise DataError(f"{name} is a column of {kind}: {error}. Allowed are {ALLOWED_TIMES}.") from error
 
 
 def _parse_times(column: pa.ChunkedArray) -> npt.NDArray[np.int64]:
@@ -71,9 +68,9 @@ def merge_counts(
 
 
 def find_first_eval_time(
-    counts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], options: IngestOptions
+    counts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]], name: str, fraction: float
 ) -> int | float:
-    """Returns the least value of `split_by` of the rows that go to `eval`, which are nearest to the wanted fraction.
+    """Returns the least value of the column `name` of the rows that go to `eval`, nearest to the wanted fraction.
 
     Args:
         counts: The different values and their rows, of each input split.
@@ -81,15 +78,23 @@ def find_first_eval_time(
     times, rows = merge_counts(counts)
     if not len(times):
         raise DataError(
-            f"split_by {options.split_by!r} has no value in any row that is a date, a time or a number. Name another"
+            f"split_by {name!r} has no value in any row that is a date, a time or a number. Name another"
             " column, or ingest without --on_bad_row skip to see the first of these rows."
         )
     if len(times) < 2:
         raise DataError(
-            f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
-            " column."
+            f"split_by {name!r} has one value in all rows; rows of one value stay together. Name another column."
         )
-    # The rows from each value on; with the first value no row would be left to train on.
+    return times[find_cut(rows, fraction * rows.sum())].item()
+
+
+def find_cut(rows: npt.NDArray[np.int64], later_rows: float) -> int:
+    """Returns the value, by its index, from which on the rows of all values are nearest to a wanted number.
+
+    It is never the first one, so that rows are left before it.
+
+    Args:
+        rows: The number of rows of each value, in ascending order, of at least two.
+    """
     later = np.cumsum(rows[::-1])[::-1][1:]
-    best = int(np.argmin(np.abs(later - (options.eval_fraction or 0.0) * rows.sum())))
-    return times[1 + best].item()
+    return 1 + int(np.argmin(np.abs(later - later_rows)))
