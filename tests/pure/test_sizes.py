@@ -29,7 +29,7 @@ CEILINGS = {
     "ray_app/preflight": 4_732,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
-    "ray_app/retrain": 2_139,
+    "ray_app/retrain": 2_052,
     "ray_app/runlog": 2_278,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
@@ -38,7 +38,7 @@ CEILINGS = {
     "ray_app/train": 10_365,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_452,
-    "tests": 77_320,
+    "tests": 77_260,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
