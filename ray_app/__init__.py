@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ray_app.task.ragged import Ragged
     from ray_app.task.transforms import drawing
     from ray_app.task.user_loop import Loop
+    from ray_app.tune.study import Study, run_study
     from ray_app.watch.observers import Observer, Webhook
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Observer",
     "Ragged",
     "Result",
+    "Study",
     "TaskCheck",
     "Training",
     "Webhook",
@@ -56,6 +58,7 @@ __all__ = [
     "load_model",
     "read_rows",
     "reduce",
+    "run_study",
     "run_training",
     "session",
     "start_training",
@@ -73,6 +76,7 @@ _MODULES = {
     "Observer": "watch.observers",
     "Ragged": "task.ragged",
     "Result": "driver.result",
+    "Study": "tune.study",
     "TaskCheck": "preflight.prepare",
     "Training": "driver.background",
     "Webhook": "watch.observers",
@@ -91,6 +95,7 @@ _MODULES = {
     "load_model": "models.export",
     "read_rows": "models.export",
     "reduce": "task.losses",
+    "run_study": "tune.study",
     "run_training": "driver.run",
     "session": "cluster.resources",
     "start_training": "driver.background",

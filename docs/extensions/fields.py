@@ -18,6 +18,7 @@ from ray_app.config.rules import field_types
 from ray_app.predict.predict import PredictSection
 from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
+from ray_app.tune.options import StudyBudget, StudyScheduler, TuneSection
 
 PAGE = "reference/configuration"
 ALL: dict[str, type] = SECTIONS | {
@@ -25,13 +26,23 @@ ALL: dict[str, type] = SECTIONS | {
     "predict": PredictSection,
     "retrain": RetrainSection,
     "submit": SubmitSection,
+    "tune": TuneSection,
+    "tune.budget": StudyBudget,
+    "tune.scheduler": StudyScheduler,
 }
-_WORDS = {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", types.NoneType: "nothing"}
+_WORDS = {
+    Any: "any value",
+    int: "whole number",
+    float: "number",
+    bool: "`true` or `false`",
+    str: "text",
+    types.NoneType: "nothing",
+}
 
 
 def anchor(section: str, field: str) -> str:
     """The id of a field on its page."""
-    return f"{section}-{field}".replace("_", "-")
+    return f"{section}-{field}".replace("_", "-").replace(".", "-")
 
 
 def kind(hint: Any) -> str:
@@ -41,6 +52,8 @@ def kind(hint: Any) -> str:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (Union, types.UnionType):
         return ", or ".join(kind(part) for part in parts if part is not types.NoneType)
+    if dataclasses.is_dataclass(hint):
+        return "fields of its own, which follow"
     if origin is list:
         return f"list of {kind(parts[0])}"
     if origin is dict:
@@ -91,6 +104,8 @@ class Fields(SphinxDirective):
 
 
 def _facts(field: dataclasses.Field[Any]) -> Iterator[str]:
+    if dataclasses.is_dataclass(field.default):
+        return
     if field.default is None:
         yield "by default not set"
     elif field.default is not dataclasses.MISSING:

@@ -35,6 +35,7 @@ COMMANDS = {
     "predict": "predict a data set with a trained model",
     "export": "write the model of a run to a folder, for machines without Ray",
     "register": "make the best checkpoint of a run a version in MLflow's model registry",
+    "tune": "try settings on many trials, and find the best ones",
     "retrain": "train on new data if there is a reason to, and promote the model if it is better",
     "track": "send what MLflow lacks of a run that has ended",
     "drill": "prove on a configuration that failures and resizes change nothing",

@@ -146,6 +146,7 @@ EXTRAS = {
     "transformers": "text",
     "peft": "lora",
     "keras": "keras",
+    "optuna": "tune",
 }
 """The extra that installs an optional library, by the import name of the library."""
 

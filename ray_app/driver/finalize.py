@@ -33,7 +33,7 @@ from ray_app.runlog.redaction import HIDDEN, redact
 from ray_app.runlog.stored_config import read_config, read_manifest
 from ray_app.storage.files import list_files, put_json, read_json, replace_nan, to_location
 from ray_app.task.base import Task
-from ray_app.track.mlflow_client import DataSet
+from ray_app.track.mlflow_client import DataSet, OpenRun
 from ray_app.track.tracker import Status as MlflowStatus
 from ray_app.track.tracker import Tracker, check_available, make_run_tags
 from ray_app.train.job import Job
@@ -250,19 +250,19 @@ def _lacks_evaluations(paths: RunPaths) -> bool:
     return sum(step <= summary["steps"] for step in evaluated_steps(paths)) > summary["evaluation"]["done"]
 
 
-def make_late_tracker(job: Job, config: Config) -> Tracker:
+def make_late_tracker(job: Job, config: Config, open_run: OpenRun = OpenRun()) -> Tracker:
     """Returns a tracker for a run that has ended, with the address of MLflow in a configuration.
 
-    If it is that of the run, the address that the last driver used goes first.
+    If it is that of the run, the address that the last driver used goes first. `open_run` is the MLflow run in which a
+    new one is recorded.
     """
     manifest = job.plan.manifest
     uri = (read_json(job.paths.tracking) or {}).get("uri")
     if config == job.config and uri and HIDDEN not in uri and uri != redact(default_tracking_uri(config)):
         config = config.replace(tracking__uri=uri)
     data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
-    return Tracker(
-        job.paths, config, make_run_tags(config, manifest.digest), config.tracking.every_steps, [data], is_over=True
-    )
+    tags, every_steps = make_run_tags(config, manifest.digest), config.tracking.every_steps
+    return Tracker(job.paths, config, tags, every_steps, [data], is_over=True, open_run=open_run)
 
 
 def _is_tracked(config: Config) -> bool:

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import lru_cache
@@ -203,6 +203,21 @@ def parse_with_sections(
     config = from_dict(values)
     check_config(config)
     return config, more_sections
+
+
+def load_section(name: str, kind: type[T], values: Mapping[str, Any]) -> T:
+    """Returns a section that is not part of a run's configuration, from its values, with the checks of a file's.
+
+    Raises:
+        ConfigError: A field is unknown or mistyped.
+    """
+    parser = Parser(exit_on_error=False, parser_mode="ray_app")
+    parser.add_class_arguments(kind, name)
+    try:
+        parsed = parser.parse_object({name: dict(values)})
+    except ArgumentError as error:
+        raise _refusal(f"{explain_error(str(error), _fields({name: kind}))}") from error
+    return kind(**expand_home(_to_plain(parsed)[name]))
 
 
 def parse_options(kind: type[T], arguments: Sequence[str] | None, prog: str, description: str) -> T:

@@ -148,6 +148,7 @@ def open_run(
     background: bool = False,
     since_s: float | None = None,
     intervene: Intervener | None = None,
+    pause_epochs: int | None = None,
 ) -> Iterator[Run]:
     """Checks all that can be checked before anything is written, connects to the cluster and claims the run.
 
@@ -157,6 +158,7 @@ def open_run(
         background: Leaves signals and progress to the foreground, such as a notebook.
         since_s: When the command was entered, in seconds since 1970; None without a command.
         intervene: May change the run between two epochs; None: as the task says.
+        pause_epochs: Epochs of the run after which this start ends as `interrupted`; None: it goes on to the end.
     """
     phases = Phases(since_s)
     phases.end("command")
@@ -166,7 +168,7 @@ def open_run(
     load_observers(config)
     # The connection with which `prepare` asks a joined cluster for its size serves the run as well.
     with keep_connection():
-        prepared = prepare(config)
+        prepared = prepare(config, pause_epochs)
         # The number of workers and of their GPUs is known now.
         config = prepared.job.config
         intervene = find_intervener(prepared.job, intervene)
@@ -243,8 +245,7 @@ class Run:
         self._console, self._progress = consoles
         self._faults = faults
         self._is_own_cluster = is_own_cluster
-        self._stops_early = False
-        self._is_evaluated = True
+        self._stops_early, self._is_evaluated = False, True
         self._interrupted = interrupted
         self._error: BaseException | None = None
         self._lease = lease
@@ -283,7 +284,7 @@ class Run:
                 evaluator = stack.enter_context(
                     EvaluatorClient(self._evaluation, not self._is_own_cluster, self._faults.before_evaluation)
                 )
-                if not self._is_over_and_intact() and not self._interrupted.is_set():
+                if not self._is_trained_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
@@ -351,17 +352,17 @@ class Run:
         if not put_event(self.job.paths, kind, self.job.fence, reason=str(self._error) if self._error else None):
             raise OSError(f"the end of the run could not be recorded in {self.job.paths.root}")
 
-    def _is_complete(self) -> bool:
+    def _is_trained(self, last_step: int) -> bool:
         newest = newest_commit(self.job)
-        return (newest is not None and newest.step >= self.job.total_steps) or self._is_over()
+        return (newest is not None and newest.step >= last_step) or self._is_over()
 
-    def _is_over_and_intact(self) -> bool:
+    def _is_trained_and_intact(self) -> bool:
         """Returns whether there is nothing to train, and verifies the newest checkpoint, which no restore does then."""
-        if not self._is_complete():
+        if not self._is_trained(self.job.last_step):
             return False
         store = CheckpointStore(self.job.paths)
         store.load_newest(partial(record_fallback, self.job), read=store.open_verified)
-        return self._is_complete()
+        return self._is_trained(self.job.last_step)
 
     def _is_over(self) -> bool:
         """Returns whether the evaluations have ended training, and reads them until they have."""
@@ -385,7 +386,7 @@ class Run:
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
             is_stop_printed = False
             polled_s = time.monotonic()
-            limits = WaitLimits(job.total_steps)
+            limits = WaitLimits(job.last_step)
             while thread.is_alive():
                 if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
                     polled_s = time.monotonic()
@@ -434,7 +435,7 @@ class Run:
         is_undecided = not self._is_evaluated and (
             self._interrupted.is_set() or self._config.evaluate.patience is not None
         )
-        return "finished" if self._is_complete() and not is_undecided else "interrupted"
+        return "finished" if self._is_trained(self.job.total_steps) and not is_undecided else "interrupted"
 
 
 def _put_new_summary(job: Job, status: RunStatus) -> dict[str, Any]:
@@ -462,8 +463,8 @@ class WaitLimits:
     A worker that computes, writes a checkpoint or reduces gradients has no limit here: the step watchdog covers it.
     """
 
-    def __init__(self, total_steps: int) -> None:
-        self._total_steps = total_steps
+    def __init__(self, last_step: int) -> None:
+        self._last_step = last_step
         self._step, self._since_s = -1, 0.0
         self._reason = ""
 
@@ -487,7 +488,7 @@ class WaitLimits:
         """Returns what the run waits for; an empty text if there is no limit for it."""
         has_workers = status is None or bool(status.live or status.draining)
         if phases is None:
-            has_ended = status is not None and status.step >= self._total_steps and not has_workers
+            has_ended = status is not None and status.step >= self._last_step and not has_workers
             reason = "all steps are done, all workers have left, and Ray Train's controller has not ended"
             return reason if has_ended else ""
         if status is None:

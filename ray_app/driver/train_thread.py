@@ -118,7 +118,7 @@ class TrainThread(threading.Thread):
                 began = began or ((step, now_s) if step > 0 else None)
                 if began is not None and step > began[0]:
                     step_s = (now_s - began[1]) / (step - began[0])
-                    if (job.total_steps - step) * step_s < _PRESTART_S:
+                    if (job.last_step - step) * step_s < _PRESTART_S:
                         break
                 self.join(_PRESTART_POLL_S)
         workers = config.scaling.worker_limit + config.scaling.standby_workers

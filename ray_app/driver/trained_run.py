@@ -33,6 +33,7 @@ from ray_app.storage.files import put_json, read_json, to_location
 from ray_app.task.base import Task
 from ray_app.task.schema import prepare_task, refuse_other_schema
 from ray_app.task.texts import TextEncoder
+from ray_app.track.mlflow_client import OpenRun
 from ray_app.track.tracker import check_available
 from ray_app.train.job import Job
 
@@ -160,12 +161,15 @@ class SentSummary:
     evaluations: int
 
 
-def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = None) -> SentSummary:
+def send_to_mlflow(
+    root: str, uri: str | None = None, experiment: str | None = None, open_run: OpenRun = OpenRun()
+) -> SentSummary:
     """Sends what MLflow lacks of a run without a driver, each point once, and in the order of the record.
 
     Args:
         uri: MLflow tracking URI; by default that of the run.
         experiment: Name of the experiment, for a run that MLflow does not have; by default that of the run.
+        open_run: The MLflow run in which a new one is recorded.
 
     Raises:
         ConfigError: There is no such run, a driver writes it, or MLflow is not a database or server.
@@ -182,7 +186,7 @@ def send_to_mlflow(root: str, uri: str | None = None, experiment: str | None = N
             config = config.replace(tracking__experiment=experiment)
         check_available(config)
         status = finalize_run(job, newest_start(paths))
-        tracker = make_late_tracker(job, config if uri or experiment else job.config)
+        tracker = make_late_tracker(job, config if uri or experiment else job.config, open_run)
         try:
             tracker.send_all(to_mlflow_status(status))
         except Exception as error:

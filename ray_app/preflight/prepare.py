@@ -78,13 +78,14 @@ class Prepared:
     reading_rates: ReadingRates | None = None
 
 
-def prepare(config: Config) -> Prepared:
+def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
     """Makes the checks of a start and returns the prepared run, without writing anything.
 
     The fence of the jobs is 0 until `claim`.
 
     Args:
         config: The configuration as the user wrote it.
+        pause_epochs: Epochs after which the start ends, see `Job.pause_step`.
 
     Raises:
         ConfigError: Values do not fit together, or the task fails in the dry run.
@@ -102,8 +103,9 @@ def prepare(config: Config) -> Prepared:
             if data is not None and not job.workers_evaluate
             else None
         )
+        pause_step = None if pause_epochs is None else pause_epochs * job.steps_per_epoch
         return Prepared(
-            replace(job, evaluation=data),
+            replace(job, evaluation=data, pause_step=pause_step),
             evaluation,
             context.before is not None,
             context.initial.params,

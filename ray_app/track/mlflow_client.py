@@ -259,11 +259,13 @@ class OpenRun:
         run_id: `MLFLOW_RUN_ID`, which becomes the run's own unless another run has it; None if it is not set.
         parent_id: Id of the MLflow run that the program has open (`mlflow.start_run`), which becomes its parent.
         experiment_id: `MLFLOW_EXPERIMENT_ID`, or the experiment of the parent.
+        name: Name of a new MLflow run; None: that of the run's directory.
     """
 
     run_id: str | None = None
     parent_id: str | None = None
     experiment_id: str | None = None
+    name: str | None = None
 
     @classmethod
     def find(cls, uri: str) -> OpenRun:
@@ -315,7 +317,7 @@ class MlflowRun:
             if runs:
                 run_id = str(runs[0].info.run_id)
             elif (run_id := self._take_open_run(tags)) is None:
-                fields = {"start_time": start_ms, "tags": tags, "run_name": root.name}
+                fields = {"start_time": start_ms, "tags": tags, "run_name": self._open_run.name or root.name}
                 run_id = str(client.create_run(experiment_id, **fields).info.run_id)
         self.run_id = run_id
         return run_id

@@ -103,7 +103,7 @@ class Tracker:
         self._datasets = datasets
         self._is_over = is_over
         self.uri, self._on_connect = default_tracking_uri(config), say
-        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, _artifact_folder(paths, self.uri), open_run)
+        self._mlflow = MlflowRun(self.uri, config.tracking.experiment, artifact_folder(paths, self.uri), open_run)
         self._backlog = Backlog(paths, every_steps)
         self._cursor: TrackingState | None = None
         self._connected = self._is_complete = False
@@ -325,7 +325,7 @@ def _read_artifacts(paths: RunPaths) -> dict[str, str]:
     return texts
 
 
-def _artifact_folder(paths: RunPaths, uri: str) -> Path | None:
+def artifact_folder(paths: RunPaths, uri: str) -> Path | None:
     """Returns the folder for the artifacts of an MLflow without a server: next to the run, or next to the SQLite file.
 
     If the run is in a bucket, it is next to the SQLite file; None if MLflow has no SQLite file either.

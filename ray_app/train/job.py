@@ -50,6 +50,8 @@ class Job:
         evaluation: The evaluation data; None without any.
         initial: File with the initial parameters; None if the model draws them.
         is_intervened: Whether the driver may intervene between two epochs, see `train.interventions`.
+        pause_step: Step after which this start ends, as if it were the last one; a later start continues. None: the
+            last step of the run.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Job:
     evaluation: RowSource | None = None
     initial: str | None = None
     is_intervened: bool = False
+    pause_step: int | None = None
 
     @property
     def paths(self) -> RunPaths:
@@ -126,9 +129,16 @@ class Job:
         return self.config.train.total_steps(self.plan.steps_per_epoch)
 
     @property
+    def last_step(self) -> int:
+        """Last step of this start, after which all workers have the same state."""
+        if self.pause_step is None:
+            return self.total_steps
+        return min(-(-self.pause_step // self.steps_per_round) * self.steps_per_round, self.total_steps)
+
+    @property
     def passes(self) -> int:
-        """Number of passes over the data that the run begins."""
-        return -(-self.total_steps // self.plan.steps_per_epoch)
+        """Number of passes over the data that the run begins until the end of this start."""
+        return -(-self.last_step // self.plan.steps_per_epoch)
 
     @property
     def steps_per_round(self) -> int:
@@ -168,7 +178,7 @@ class Job:
     def is_checkpoint_due(self, step: int) -> bool:
         """Returns whether the cadence plans a checkpoint, and with it an evaluation, after `step` finished steps."""
         section = self.config.checkpoint
-        if step == self.total_steps:
+        if step == self.last_step:
             return True
         every_epochs = (section.every_epochs or 0) * self.steps_per_epoch
         return any(every and step % every == 0 for every in (section.every_steps, every_epochs))

@@ -228,7 +228,7 @@ class _Worker:
         while True:
             flags = self._run_steps(world, straggler_reporter, compared_workers)
             new_assignment = straggler_reporter.proposed_assignment
-            if new_assignment is None or flags or self._state.step >= self._job.total_steps:
+            if new_assignment is None or flags or self._state.step >= self._job.last_step:
                 straggler_reporter.end()
                 return flags
             world = replace(world, assignment=new_assignment)
@@ -251,10 +251,10 @@ class _Worker:
         # The times are for straggler detection, which compares workers with each other.
         timer = StepTimer(self._device) if world.size > 1 else None
         with closing(build_step(job, state, world, self._device, self._enter, timer, compared_workers)) as step:
-            if self._finished_steps < job.total_steps:
+            if self._finished_steps < job.last_step:
                 self._enter("data")
                 feed.seek(cursor, world.assigned)
-            while self._finished_steps < job.total_steps:
+            while self._finished_steps < job.last_step:
                 self._enter("data")
                 # The learning rate is read before the step, because the step advances the schedule.
                 wait_before_s, lr = feed.wait_s, step.lr
@@ -296,7 +296,7 @@ class _Worker:
                 self._evaluate(world)
                 if result.flags & Flags.STOP:
                     return Flags.STOP
-                if result.flags & Flags.REFORM and state.step < job.total_steps:
+                if result.flags & Flags.REFORM and state.step < job.last_step:
                     return result.flags
                 if straggler_reporter.proposed_assignment is not None:
                     break

@@ -114,7 +114,8 @@ def distributions() -> dict[str, set[str]]:
 def problem_of(imported: Imported, required: set[str]) -> str | None:
     """Returns what is wrong with an import in a module that requires these extras; None if nothing is."""
     base, extras = declared()
-    providers = distributions().get(imported.library, set())
+    # A library that is not installed is mostly in the distribution of its name.
+    providers = distributions().get(imported.library, {imported.library})
     if providers & base or imported.library in PROVIDED:
         return None
     having = {extra for extra, names in extras.items() if names & providers}

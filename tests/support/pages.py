@@ -198,6 +198,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/start/keras.md": _nothing,
     "docs/start/pytorch.md": _nothing,
     "docs/start/tables.md": _iris,
+    "docs/start/tune.md": _nothing,
     "docs/text.md": _nothing,
 }
 """Pages on which blocks without a mark are executed, each with the function that writes the files of its reader."""

@@ -18,6 +18,7 @@ from ray_app.ingest.options import IngestOptions
 from ray_app.predict.predict import PredictSection
 from ray_app.retrain.options import RetrainSection
 from ray_app.submit.options import SubmitSection
+from ray_app.tune.options import StudyBudget, StudyScheduler, TuneSection
 
 VALID = Config(task=ClassSpec("my.Task")).replace(data__path="data", scaling__max_workers=4, scaling__logical_workers=4)
 FSDP, SINGLE = {"train__strategy": "fsdp"}, {"train__strategy": "single"}
@@ -126,7 +127,11 @@ def test_each_rule_has_a_combination_that_breaks_it() -> None:
     }
 
 
-SECTION_CLASSES = (*SECTIONS.values(), DrillSection, PredictSection, RetrainSection, SubmitSection)
+SECTION_CLASSES = (
+    *SECTIONS.values(),
+    *(DrillSection, PredictSection, RetrainSection, SubmitSection),
+    *(TuneSection, StudyBudget, StudyScheduler),
+)
 RANGES = [
     (settings, name, allowed.range)
     for settings in (*(section() for section in SECTION_CLASSES), IngestOptions("csv"))

@@ -226,7 +226,7 @@ class Coordinator:
 
     def _next_cut(self) -> int:
         job, step = self._job, self._units.complete + 1
-        while step < job.total_steps and not (job.is_checkpoint_due(step) or job.is_snapshot_due(step)):
+        while step < job.last_step and not (job.is_checkpoint_due(step) or job.is_snapshot_due(step)):
             step += 1
         return step
 
@@ -249,7 +249,7 @@ class Coordinator:
             self._step_log.checkpoint(
                 Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra"
             )
-        if self._stopping or step >= job.total_steps:
+        if self._stopping or step >= job.last_step:
             self._step_log.check()
             with self._waiting():
                 self._step_log.close()
@@ -279,7 +279,7 @@ class Coordinator:
             self._step_log.align(World(0, 1, self._plan.logical_workers), self._served.era)
         self._units = UnitScheduler(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, UnitResult]] = {}
-        self._over = self._over or self._state.step >= self._job.total_steps
+        self._over = self._over or self._state.step >= self._job.last_step
         self._end = self._next_cut()
 
     def _restore_servers(self) -> None:

@@ -1,0 +1,1 @@
+"""Studies: many trials of one configuration with other settings, of which the best one is chosen."""

@@ -1,0 +1,207 @@
+"""The configurations of a study's trials, and what a slot does with one: it trains a trial to the end of a rung.
+
+A trial is a run of its own, which a rung pauses and the next rung continues. It trains in the process of its slot, or
+on several workers; both give the same bits. All trials evaluate in the processes that train, if the strategy can.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+from ray_app.config.checks import RULES, check_config
+from ray_app.config.config import Config, TextDumper, with_absolute_paths
+from ray_app.config.rules import value_of
+from ray_app.driver.parsing import parse
+from ray_app.driver.run import open_run
+from ray_app.errors import ConfigError, RayAppError, RunHeldError, TaskError, unwrap_app_error
+from ray_app.runlog.output import TextConsole
+from ray_app.runlog.redaction import redact
+from ray_app.storage.files import Location, poll_interval_s, to_location
+from ray_app.tune.record import StudyPaths, TrialResult, trial_name
+from ray_app.tune.space import Dimension
+
+_COMMON_SECTIONS = ("scaling", "failure", "evaluate", "train.profile_steps", "checkpoint")
+"""Where a setting for which the process of a slot has no use is set to its default."""
+_MAX_PENDING = 1_000_000
+"""Evaluations that may wait: none is skipped, or the best one would depend on how fast the evaluator is."""
+_opening = threading.Lock()
+_MAX_REASON = 200
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """A trial that is to train until the end of a rung.
+
+    Args:
+        config: The configuration of its run.
+        epochs: Epochs of the run after which it pauses.
+        workers: Number of workers; None if the process of the slot trains.
+        stop_file: File that stops it, with a checkpoint, when it exists.
+    """
+
+    trial: int
+    rung: int
+    config: Config
+    epochs: int
+    workers: int | None
+    stop_file: str
+
+
+class TrialConfigs:
+    """Makes the configurations of the trials of a study from the one of the user, by its parser.
+
+    Args:
+        config: The configuration that the trials have in common.
+        paths: The paths of the study.
+    """
+
+    def __init__(self, config: Config, paths: StudyPaths) -> None:
+        self._config, self._paths = with_absolute_paths(config), paths
+        self._text = config.to_yaml()
+
+    def check(self, space: tuple[Dimension, ...]) -> None:
+        """Raises ConfigError, with the parser's sentences, if a setting has no field, or one of another type."""
+        problems = list[str]()
+        for dimension in space:
+            for value in dimension.probes():
+                try:
+                    self._parse({dimension.name: value})
+                except ConfigError as error:
+                    reason = str(error).removeprefix("The configuration is refused:").strip()
+                    problems.append(f"tune.space has {dimension.name}, and {value!r} is refused: {reason}")
+                    break
+        if problems:
+            raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+    def make(self, trial: int, settings: Mapping[str, Any]) -> Config:
+        """Returns the configuration of a trial; raises ConfigError if its settings do not go together."""
+        config = self._parse(settings)
+        # The driver of the study sends what a trial has recorded, see `StudyTracker`.
+        config = config.replace(
+            run__storage_path=str(self._paths.trials),
+            run__name=trial_name(trial),
+            evaluate__max_pending=_MAX_PENDING,
+            tracking__enabled=False,
+            tracking__registered_model=None,
+        )
+        return config.replace(evaluate__where="workers") if config.train.strategy_traits.can_evaluate else config
+
+    def _parse(self, settings: Mapping[str, Any]) -> Config:
+        with tempfile.TemporaryDirectory(prefix="ray_app-tune-") as folder:
+            file = Path(folder) / "config.yaml"
+            file.write_text(self._text)
+            arguments = [f"--{name}={to_text(value)}" for name, value in settings.items()]
+            return parse(["--config", str(file), *arguments], prog="tune", exit_on_error=False)
+
+
+def to_text(value: Any) -> str:
+    """Returns a value as the text that the parser reads it from."""
+    if isinstance(value, str):
+        return value
+    return yaml.dump(value, Dumper=TextDumper, default_flow_style=True).split("\n...")[0].strip()
+
+
+def in_process_config(config: Config) -> Config | None:
+    """Returns the configuration with which the process of a slot trains itself; None if the strategy needs workers.
+
+    What only workers have a use for is set to its default: it does not decide the result.
+    """
+    if config.train.strategy_traits.has_workers and config.train.strategy != "ddp":
+        return None
+    config = config.replace(train__strategy="single", scaling__min_workers=1, scaling__max_workers=1)
+    for rule in RULES:
+        section, _, name = rule.field.rpartition(".")
+        if rule.is_broken(config) and rule.field.startswith(_COMMON_SECTIONS):
+            default = getattr(type(value_of(config, section)), name)
+            config = config.replace(**{rule.field.replace(".", "__"): default})
+    check_config(config)
+    return config
+
+
+def run_trial(job: TrialJob) -> TrialResult:
+    """Trains a trial until the end of its rung, and returns its result; an error of the trial is a result, too.
+
+    Raises:
+        InterruptedTrialError: The trial was stopped; starting it again continues it.
+        RayAppError, OSError: An error that another attempt may not have, such as one of the storage.
+    """
+    started_s = time.time()
+    is_in_process = job.workers is None
+    config = in_process_config(job.config) if is_in_process else job.config.replace(scaling__max_workers=job.workers)
+    assert config is not None
+    try:
+        console = TextConsole(file=io.StringIO())
+        with ExitStack() as stack:
+            # The checks before a run draw from generators that the threads of a process share.
+            with _opening:
+                opened = open_run(config, console, background=not is_in_process, pause_epochs=job.epochs)
+                run = stack.enter_context(opened)
+            stack.enter_context(_stopped_by_file(to_location(job.stop_file), run.stop))
+            result, last_step = run.run(), run.job.last_step
+    except Exception as error:
+        cause = unwrap_app_error(error)
+        is_retryable = getattr(cause, "retryable", False) and not isinstance(cause, TaskError)
+        if is_retryable or isinstance(cause, RunHeldError | OSError | ray.exceptions.RayError):
+            raise
+        first_line = redact(str(cause)).strip().partition("\n")[0]
+        reason = f"{type(cause).__name__}: {shorten(first_line)}"
+        return TrialResult(job.trial, job.rung, None, reason=reason, **_spent(job, started_s))
+    summary = result.summary
+    if summary["status"] == "interrupted" and summary["steps"] < last_step:
+        raise InterruptedTrialError(trial_name(job.trial))
+    best = summary["best"] or {}
+    value = best.get("value")
+    return TrialResult(
+        job.trial,
+        job.rung,
+        float("nan") if value is None else float(value),
+        step=best.get("step", 0),
+        epochs=summary["epochs"],
+        params_digest=summary["params_digest"],
+        **_spent(job, started_s),
+    )
+
+
+def _spent(job: TrialJob, started_s: float) -> dict[str, Any]:
+    """Returns what a trial has taken, as fields of its result."""
+    now_s = time.time()
+    return {"seconds": round(now_s - started_s, 3), "workers": job.workers or 1, "ended_s": now_s}
+
+
+def shorten(text: str) -> str:
+    """Returns the beginning of a text that is too long for a line."""
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]} ..."
+
+
+class InterruptedTrialError(RayAppError):
+    """A trial was stopped before the end of its rung; it continues when it is started again."""
+
+
+@contextmanager
+def _stopped_by_file(file: Location, stop: Callable[[], None]) -> Iterator[None]:
+    """Calls a function once a file exists, from a thread, inside the block."""
+    ended, poll_s = threading.Event(), poll_interval_s(file)
+
+    def watch() -> None:
+        while not ended.wait(poll_s):
+            with suppress(OSError):
+                if file.exists():
+                    stop()
+                    return
+
+    threading.Thread(target=watch, name="stop file", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -1,0 +1,152 @@
+"""The driver of a study with simulated slots: what it records, repeats, continues and refuses."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ray_app.config.config import Config
+from ray_app.driver.parsing import load_config
+from ray_app.errors import StorageError
+from ray_app.runlog.output import TextConsole
+from ray_app.tune import study
+from ray_app.tune.record import StudyRecord, TrialResult
+from ray_app.tune.slots import Outcome
+from ray_app.tune.study import StudyDriver, StudyFailedError
+from ray_app.tune.trials import TrialJob
+from tests.support.paths import ROOT
+
+TUNE = {
+    "space": {"schedule.init_args.max_lr": {"log_uniform": [1.0e-4, 1.0e-1]}},
+    "trials": 9,
+}
+
+
+class SimulatedSlots:
+    """Slots in which a trial ends at once, in a random order.
+
+    Args:
+        count: Number of slots.
+        seed: Seed of the order.
+        stops_after: Number of results after which the driver is killed.
+        lost: Number of attempts of trial 1 that end with an error.
+    """
+
+    def __init__(self, count: int, seed: int = 0, stops_after: int = 1000, lost: int = 0) -> None:
+        self.count, self.jobs = count, list[TrialJob]()
+        self._random = random.Random(seed)
+        self._left, self._lost = stops_after, lost
+
+    def __enter__(self) -> SimulatedSlots:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.jobs.clear()
+
+    @property
+    def free(self) -> int:
+        return self.count - len(self.jobs)
+
+    def start(self, job: TrialJob) -> None:
+        assert self.free > 0
+        self.jobs.append(job)
+
+    def wait(self, timeout_s: float) -> list[Outcome]:
+        del timeout_s
+        if not self.jobs:
+            return []
+        self._left -= 1
+        if self._left < 0:
+            self.jobs.clear()
+            raise KeyboardInterrupt
+        job = self.jobs.pop(self._random.randrange(len(self.jobs)))
+        if job.trial == 1 and self._lost:
+            self._lost -= 1
+            return [(job, StorageError("the disk is away"))]
+        quality = random.Random(job.trial).random() + 0.1 * random.Random(f"{job.trial} {job.rung}").random()
+        return [(job, TrialResult(job.trial, job.rung, quality, 1, job.epochs, f"{job.trial} {job.epochs}"))]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """The configuration of a study without a cluster."""
+    config = load_config(
+        ROOT / "conf" / "digits.yaml",
+        train__epochs=9,
+        tracking__enabled=False,
+        run__storage_path=str(tmp_path),
+        scaling__gpus_per_worker=0,
+    )
+
+    def prepare(trial: Config) -> Any:
+        return SimpleNamespace(job=SimpleNamespace(config=trial, best_metric="accuracy", best_mode="max"))
+
+    monkeypatch.setattr(study, "prepare", prepare)
+    monkeypatch.setattr(study, "cluster", lambda _: nullcontext())
+    return config
+
+
+def run(config: Config, slots: SimulatedSlots, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> StudyRecord:
+    monkeypatch.setattr(study, "Slots", lambda *_: slots)
+    section = study.load_section("tune", study.TuneSection, {**TUNE, "slots": slots.count, **fields})
+    driver = StudyDriver(config, section, TextConsole(quiet=True))
+    with suppress(KeyboardInterrupt):
+        driver.run()
+    return driver.record
+
+
+def decisions(record: StudyRecord) -> Any:
+    results = sorted((r.trial, r.rung, r.value, r.params_digest, r.reason) for r in record.results)
+    return record.trials, sorted(record.promotions), results, record.end
+
+
+@pytest.mark.parametrize("kind", ["halving", "asha"])
+def test_decisions_are_equal_for_any_slots_and_after_kills(
+    config: Config, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    scheduler = {"kind": kind}
+    expected = decisions(run(config, SimulatedSlots(1), monkeypatch, name="one", scheduler=scheduler))
+    for count, seed in ((2, 1), (4, 2), (9, 3)):
+        name = f"{count}-slots"
+        record = run(config, SimulatedSlots(count, seed), monkeypatch, name=name, scheduler=scheduler)
+        assert decisions(record) == expected
+    for start in range(6):
+        record = run(config, SimulatedSlots(2, start, stops_after=3), monkeypatch, name="killed", scheduler=scheduler)
+        if record.end is not None:
+            break
+        assert len(record.results) == 3 * (start + 1)
+    assert decisions(record) == expected
+
+
+def test_an_attempt_without_a_result_is_repeated_twice(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = decisions(run(config, SimulatedSlots(2), monkeypatch, name="undisturbed"))
+    assert decisions(run(config, SimulatedSlots(2, lost=2), monkeypatch, name="twice")) == expected
+    record = run(config, SimulatedSlots(2, lost=3), monkeypatch, name="thrice")
+    [failed] = [result for result in record.results if result.has_failed]
+    assert (failed.trial, failed.rung) == (1, 0)
+    assert failed.reason == "3 attempts failed, the last one: the disk is away"
+
+
+def test_more_trials_later_give_the_study_that_began_with_them(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = run(config, SimulatedSlots(3), monkeypatch, name="straight", trials=18)
+    run(config, SimulatedSlots(3), monkeypatch, name="grown")
+    grown = run(config, SimulatedSlots(3), monkeypatch, name="grown", trials=18)
+    assert grown.end == straight.end
+    assert grown.trials == straight.trials
+
+
+def test_a_study_without_budget_begins_no_trial(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StudyFailedError, match="No trial of the study"):
+        run(config, SimulatedSlots(2), monkeypatch, budget={"hours": 1e-9})
+
+
+def test_a_report_and_a_record_are_written(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    record = run(config, SimulatedSlots(2), monkeypatch, name="written")
+    assert record.end is not None
+    assert record.end["winner"] in (tmp_path / "written" / "report.html").read_text()
+    assert (tmp_path / "written" / "study.json").exists()
