@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_835,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_457,
-    "tests": 77_961,
+    "tests": 77_970,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

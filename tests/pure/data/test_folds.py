@@ -141,6 +141,15 @@ def test_a_fold_is_the_same_in_every_way_of_reading(data: Path, task_rows: int) 
     assert sum(counts("patient").values()) == dataset.facts.num_rows == len(expected)
 
 
+def test_a_large_row_group_is_read_in_slices(tmp_path: Path) -> None:
+    ids = np.arange(5000)
+    pq.write_table(pa.table({"id": ids, "group": ids**2 % 11}), tmp_path / "part.parquet")
+    dataset = open_evaluation_data(fold_configs(make_config(tmp_path), {"folds": 3, "by": "group"})[1])
+    expected = read_ids(dataset)
+    assert len(expected) > 1000
+    assert load_all(fetch_in_process, make_source(dataset, 100)).arrays["id"].tolist() == expected
+
+
 def test_messages_name_rows_by_their_place_in_the_file(data: Path) -> None:
     dataset = open_evaluation_data(fold_configs(make_config(data), {"folds": 4, "by": "patient"})[1])
     expected = read_ids(dataset)
