@@ -82,11 +82,11 @@ def find_first_eval_time(
     if not len(times):
         raise DataError(
             f"split_by {options.split_by!r} has no value in any row that is a date, a time or a number. Name another"
-            " column, or ingest without --on_bad_row skip to see the first of these rows."
+            " column, or ingest without --on_bad_row skip to see the first such row."
         )
     if len(times) < 2:
         raise DataError(
-            f"split_by {options.split_by!r} has one value in all rows; rows of one value stay together. Name another"
+            f"split_by {options.split_by!r} has the same value in all rows, and such rows stay together. Name another"
             " column."
         )
     # The rows from each value on; with the first value no row would be left to train on.

@@ -290,15 +290,13 @@ class MetricsWriter:
         try:
             join_segments(self._paths)
         except (OSError, ConfigError) as error:
-            logger.warning("The segments of metrics could not be joined, will try again: %s", error)
+            logger.warning("The segments of metrics could not be joined, trying again: %s", error)
 
     def _try_flush(self) -> None:
         try:
             self.flush()
         except OSError as error:
-            logger.warning(
-                "The metrics of %d steps could not be written, will try again: %s", len(self._pending), error
-            )
+            logger.warning("The metrics of %d steps could not be written, trying again: %s", len(self._pending), error)
 
 
 class RecordReader:

@@ -203,7 +203,7 @@ class Tracker:
         if run_id != old_run_id:
             if old_run_id is not None:
                 logger.warning(
-                    "MLflow at %s has no run %s (any more): the record goes to a new one.", redact(self.uri), old_run_id
+                    "MLflow at %s lacks the run %s: the record goes to a new one.", redact(self.uri), old_run_id
                 )
                 cursor.forget()
                 self._backlog.rewind()
@@ -224,7 +224,7 @@ class Tracker:
         self._connected = False
         if self._last_error is None:
             logger.warning(
-                "MLflow at %s does not get the record for now; training goes on and it is sent later: %s",
+                "MLflow at %s does not accept the record now; training continues, and the record is sent later: %s",
                 redact(self.uri),
                 _first_line(error),
             )
@@ -232,7 +232,7 @@ class Tracker:
 
     def _log_reached(self) -> None:
         if self._last_error is not None:
-            logger.warning("MLflow at %s gets the record again.", redact(self.uri))
+            logger.warning("MLflow at %s accepts the record again.", redact(self.uri))
         self._last_error = None
 
     def _describe_missing(self, status: str, timeout_s: float) -> str:
@@ -244,11 +244,10 @@ class Tracker:
         if steps:
             missing.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"MLflow at {redact(self.uri)} did not take everything within {timeout_s:g} s. Its run"
-            f" {cursor.run_id or '(not created)'} may"
-            f" lack {'; '.join(missing)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
-            f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
-            f" {self._last_error or 'none, it was still being sent'}"
+            f"MLflow at {redact(self.uri)} did not accept the whole record within {timeout_s:g} s. Its run"
+            f" {cursor.run_id or '(not created)'} may lack {'; '.join(missing)}. The whole record is in"
+            f" {self._paths.root}; send it with\n  ray-app track --replay {shlex.quote(str(self._paths.root))}\nor"
+            f" start {self._paths.name!r} again. Last error: {self._last_error or 'none, it was still being sent'}"
         )
 
 
@@ -267,19 +266,19 @@ def check_available(config: Config) -> None:
     name = "tracking.uri" if config.tracking.uri or not os.environ.get("MLFLOW_TRACKING_URI") else "MLFLOW_TRACKING_URI"
     subject = f"{name} is {redact(uri)!r}"
     valid = (
-        "it must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
+        "the URI must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
         " postgresql, mysql, mssql)."
     )
     if scheme not in ("http", "https", *_DATABASES):
         raise ConfigError(
-            f"{subject}; {valid} (In a folder, where MLflow itself writes no more, a point that is sent twice would be"
-            " there twice.) Without it a SQLite file in run.storage_path is used. tracking.uri has precedence over"
+            f"{subject}; {valid} (In a folder, which MLflow no longer supports, a point that is sent twice would be"
+            " stored twice.) The default is a SQLite file in run.storage_path. tracking.uri takes precedence over"
             " MLFLOW_TRACKING_URI, and tracking.enabled: false records nothing in MLflow."
         )
     if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not host):
         raise ConfigError(f"{subject}, which names no {'file' if scheme == 'sqlite' else 'host'}; {valid}")
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-        raise ConfigError(f"{subject}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
+        raise ConfigError(f"{subject}, which needs the complete mlflow, not mlflow-skinny: pip install mlflow.")
 
 
 def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
@@ -472,6 +471,6 @@ class EventFileWriter:
         """Logs the first of several errors in a row."""
         if not self._has_warned:
             logger.warning(
-                "The event files of TensorBoard cannot be written for now; training goes on: %s", redact(str(error))
+                "The event files of TensorBoard cannot be written now; training continues: %s", redact(str(error))
             )
         self._has_warned = True
