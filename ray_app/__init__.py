@@ -118,7 +118,5 @@ def __getattr__(name: str) -> Any:
         taken = sys.stdlib_module_names | importlib.metadata.packages_distributions().keys()
         for file in sorted(program.parent.glob("*.py")):
             if file.stem in taken and getattr(sys.modules.get(file.stem), "__file__", None) == str(file):
-                raise ImportError(
-                    f"{file} is imported in the place of a library or of Python's module: rename it."
-                ) from error
+                raise ImportError(f"{file} hides a library or a module of Python: rename it.") from error
         raise

@@ -124,7 +124,7 @@ def receive_into(connection: socket.socket, buffer: memoryview) -> None:
     while buffer:
         num_bytes = connection.recv_into(buffer)
         if not num_bytes:
-            raise ConnectionResetError("the other end is gone")
+            raise ConnectionResetError("the other end has closed")
         buffer = buffer[num_bytes:]
 
 
@@ -236,7 +236,7 @@ class Listener:
             return
         # Too many files are open. Connections that wait in the backlog are accepted later.
         except OSError as error:
-            logger.warning("A connection could not be accepted, will try again: %s", error)
+            logger.warning("A connection could not be accepted, trying again: %s", error)
             if not self._close_oldest(0):
                 self._loop.remove_reader(server)
                 self._loop.call_later(_ACCEPT_PAUSE_S, self._loop.add_reader, server, self._accept, server)

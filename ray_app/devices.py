@@ -196,7 +196,7 @@ class DeviceKind:
     def lock_pages(self, address: int, size: int) -> str | None:
         """Asks the driver to page-lock a block of the host's memory; returns why it has not done so."""
         del address, size
-        return "torch has no function for it on this kind of device"
+        return "torch has no such function for this kind of device"
 
     def unlock_pages(self, address: int) -> None:
         """Gives back a block that `lock_pages` has locked."""
@@ -424,9 +424,8 @@ def assigned_device(ids: Sequence[int | str]) -> torch.device:
     index = visible.index(assigned) if assigned in visible else int(assigned) if assigned.isdecimal() else count
     if 0 < count <= index:
         raise ConfigError(
-            f"Ray gave this process the GPU {assigned}, which is none of the {count} that the process sees"
-            f" ({kind.visible_variable} is {','.join(visible) or 'not set'}). Leave that variable to Ray: set it before"
-            " `ray start`, and nowhere else."
+            f"Ray gave this process the GPU {assigned}, but the process sees {count} other GPUs"
+            f" ({kind.visible_variable} is {','.join(visible) or 'not set'}). Set the variable only before `ray start`."
         )
     return kind.device(index)
 
@@ -559,9 +558,9 @@ def _check_cublas_workspace(device: torch.device) -> None:
         if _WORKSPACE not in str(error):
             raise
         raise ConfigError(
-            "This process has multiplied matrices on its GPU before the run. After that cuBLAS cannot become"
-            " deterministic any more, as train.reduction exact needs it to be. Restart the kernel and set"
-            f" {_WORKSPACE}={DETERMINISTIC_VARIABLES[_WORKSPACE]} in its first cell, or train with another strategy"
+            "This process has multiplied matrices on its GPU before the run. cuBLAS can then no longer become"
+            " deterministic, which train.reduction exact needs. Restart the kernel and set"
+            f" {_WORKSPACE}={DETERMINISTIC_VARIABLES[_WORKSPACE]} in its first cell, or train with a strategy other"
             " than single, in other processes."
         ) from error
 

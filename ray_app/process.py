@@ -103,9 +103,9 @@ def check_owner(folder: Path, advice: str) -> os.stat_result:
     """
     status = folder.lstat()
     if status.st_uid not in (os.getuid(), 0):
-        raise PermissionError(errno.EPERM, f"it belongs to another user (uid {status.st_uid}); {advice}", str(folder))
+        raise PermissionError(errno.EPERM, f"the owner is another user (uid {status.st_uid}); {advice}", str(folder))
     if not stat.S_ISDIR(status.st_mode):
-        raise PermissionError(errno.EPERM, f"it is a link or a file, not a folder; remove it, or {advice}", str(folder))
+        raise PermissionError(errno.EPERM, f"the path is not a folder; remove it, or {advice}", str(folder))
     return status
 
 
@@ -115,12 +115,12 @@ def private_folder() -> Path:
     Raises:
         PermissionError: Another user can predict the name, and has made the folder first, or can write to it.
     """
-    folder, advice = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}", "set TMPDIR to a folder of your own"
+    folder, advice = Path(tempfile.gettempdir()) / f"ray_app-{os.getuid()}", "set TMPDIR to your own folder"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     mode = check_owner(folder, advice).st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        reason = f"others can write to it; remove it if nothing in it is of use, or {advice}"
+        reason = f"other users can write to the folder; remove it if it is not needed, or {advice}"
         raise PermissionError(errno.EPERM, reason, str(folder))
     if mode & 0o077:
         # Folders in it, such as those of Ray, may be open to all.
@@ -392,7 +392,7 @@ class SafeStream:
             if self.failure is None:
                 self.failure = error
                 logger.warning(
-                    "Nothing can be written to %s, the work goes on: %s: %s", self._name, type(error).__name__, error
+                    "%s cannot be written, the work continues: %s: %s", self._name, type(error).__name__, error
                 )
 
     def _flush_slowly(self) -> None:

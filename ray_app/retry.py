@@ -74,7 +74,7 @@ class Retry:
                 is_late = self.deadline_s is not None and time.monotonic() - start_s > self.deadline_s
                 pause_s = None if is_late or number == self.attempts else self.pause_s(number)
                 attempt = f"attempt {number}" if self.attempts is None else f"attempt {number} of {self.attempts}"
-                outlook = "" if pause_s is None else f", will try again in {pause_s:.1f} s"
+                outlook = "" if pause_s is None else f", next try in {pause_s:.1f} s"
                 logger.warning("%s: %s failed%s: %s: %s", description, attempt, outlook, type(error).__name__, error)
                 if pause_s is None:
                     raise

@@ -305,7 +305,7 @@ def read_trained_run(job: Job) -> TrainedRun:
             workers.setdefault(step, []).append(columns["workers"][i])
     steps = sorted(records)
     assert steps == list(range(1, len(steps) + 1)), "a step has no record"
-    assert all(len(values) == 1 for values in records.values()), "a step that was executed again has other numbers"
+    assert all(len(values) == 1 for values in records.values()), "a repeated step has other values"
     store = CheckpointStore(job.paths)
     commit = store.commits()[-1]
     return TrainedRun(

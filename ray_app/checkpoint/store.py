@@ -180,11 +180,11 @@ def parse_commit(name: str, data: bytes) -> Commit:
         )
     digest = values.pop("sha256", None)
     if digest != digest_json(values):
-        raise DamagedError(f"{COMMIT} is damaged: it differs from what was committed (SHA-256)")
+        raise DamagedError(f"{COMMIT} is damaged: it differs from its commit (SHA-256)")
     commit = Commit(**values)
     if (commit.step, commit.fence) != parse_folder_name(name):
         raise DamagedError(
-            f"{COMMIT} is damaged: it is the one of step {commit.step} and fence {commit.fence}, not of {name}"
+            f"{COMMIT} is damaged: it belongs to step {commit.step} and fence {commit.fence}, not to {name}"
         )
     return commit
 
@@ -420,7 +420,7 @@ class CheckpointStore:
         folder, stored = self._paths.checkpoint(commit.step, commit.fence), f"{commit.prefix}{name}"
         if not _FILE.fullmatch(stored):
             raise CheckpointError(
-                f"{folder.name}/{COMMIT} names the file {stored!r}, which cannot be one of the checkpoint's own"
+                f"{folder.name}/{COMMIT} names the file {stored!r}, which cannot belong to the checkpoint"
             )
         try:
             return access(folder / stored)
@@ -458,7 +458,7 @@ class CheckpointStore:
                 commit = parse_commit(name, files[COMMIT].read_bytes())
                 snapshot = read(commit) if read is not None else unpack(self.load(commit))
                 if snapshot.step != commit.step:
-                    raise CheckpointError(f"it holds the state of step {snapshot.step}")
+                    raise CheckpointError(f"the file holds the state of step {snapshot.step}")
                 return commit, snapshot
             except CheckpointError as error:
                 refused.append(f"{name}: {error}")
@@ -467,7 +467,7 @@ class CheckpointStore:
                 on_fallback(Fallback(name, str(error)))
         if refused:
             raise CheckpointError(
-                f"No checkpoint of {self._paths.root} can be returned to:\n"
+                f"No checkpoint of {self._paths.root} can be restored:\n"
                 + "\n".join(f"  - {line}" for line in refused)
                 + "\nNothing was deleted. Restore one of them from a backup, or start a run with another run.name."
             )
@@ -555,9 +555,9 @@ def _check_file(commit: Commit, name: str, size: int, sha256: str) -> None:
     """Raises `DamagedError` if a file has another size or digest than was committed."""
     file, committed = f"step-{commit.step:08d}-{commit.fence:04d}/{name}", commit.files[name]
     if size != committed["bytes"]:
-        raise DamagedError(f"{file} has {size} bytes, {committed['bytes']} were committed")
+        raise DamagedError(f"{file} has {size} bytes, but {committed['bytes']} were committed")
     if sha256 != committed["sha256"]:
-        raise DamagedError(f"{file} differs from what was committed (SHA-256)")
+        raise DamagedError(f"{file} differs from its commit (SHA-256)")
 
 
 class _FilesRemovedError(OSError):
@@ -589,4 +589,4 @@ def _mark_bad(folder: Location, reason: str) -> None:
     try:
         put_json(folder / _BAD, {"reason": reason, "time_s": time.time()}, if_absent=True)
     except OSError as error:
-        logger.warning("%s could not be marked as bad and will be read again: %s", folder, error)
+        logger.warning("%s could not be marked as bad, and is read again: %s", folder, error)

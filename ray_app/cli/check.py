@@ -10,8 +10,8 @@ from ray_app.runlog.output import TextConsole
 from ray_app.watch.terminal import print_timed_finding
 
 _DESCRIPTION = (
-    "Takes some rows of a configuration's data through everything that a run does with the task, in about"
-    f" {sum(check.cost_s for check in CHECKS):.0f} s for a small model; nothing is left behind."
+    "Runs every part of a training on some rows of a configuration's data, in about"
+    f" {sum(check.cost_s for check in CHECKS):.0f} s for a small model, and leaves no files behind."
 )
 _NAME_WIDTH = max(len(check.name) for check in CHECKS)
 
@@ -33,4 +33,4 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app check") -> int
             print_timed_finding(console, finding, _NAME_WIDTH)
         checks.append(TaskCheck(tuple(findings)))
 
-    return exit_code(work, "The check could not be made") or checks[0].exit_code
+    return exit_code(work, "The check could not run") or checks[0].exit_code

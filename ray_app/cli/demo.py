@@ -24,15 +24,15 @@ def write_demo(folder: Path) -> None:
     try:
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(
-                f"{folder} is not empty, and nothing is overwritten. Name a new or an empty folder with --out. A demo"
-                f" in it is trained again by: cd {shlex.quote(str(folder))} && ray-app train --config {_CONFIG}"
+                f"{folder} is not empty, and no file is overwritten. Name a new or an empty folder with --out. To train"
+                f" a demo in this folder again: cd {shlex.quote(str(folder))} && ray-app train --config {_CONFIG}"
             )
         folder.mkdir(parents=True, exist_ok=True)
         text = Path(__file__).with_name(_CONFIG).read_text().replace("datasets/digits", "data").replace("conf/", "")
         (folder / _CONFIG).write_text(text + _UNTRACKED)
     except OSError as error:
         raise ConfigError(
-            f"The demo cannot be written to {folder}: {error}. Name a new folder that you may write to with --out."
+            f"The demo cannot be written to {folder}: {error}. Name a new, writable folder with --out."
         ) from error
     parts = ingest(IngestOptions("digits", str(folder / "data"))).parts
     training, evaluation = (f"{parts[name].rows:,}" for name in ("train", "eval"))
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app demo") -> int:
     parser.add_argument("--out", metavar="FOLDER", default="ray_app-demo", help=out_help)
     out = parser.parse_args(arguments).out
     folder = Path(out).expanduser().resolve()
-    if code := exit_code(lambda: write_demo(folder), "The demo was not written"):
+    if code := exit_code(lambda: write_demo(folder), "The demo could not be written"):
         return code
     from ray_app.cli.train import main as train
 
@@ -62,10 +62,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app demo") -> int:
     if code := train(["--config", _CONFIG, "--run.name", "demo"]):
         return code
     print(
-        "\nWhat to try next:\n"
-        f"  {shlex.join(['cd', out])}\n"
-        f"  ray-app train --config {_CONFIG} --scaling.max_workers 1    # the same parameters from one worker\n"
-        f"  ray-app drill --config {_CONFIG} --scaling.max_workers 3    # and after killed workers and lost nodes\n"
-        "  ray-app init my_project                                    # a task, data and a configuration of your own"
+        f"\nWhat to try next:\n  {shlex.join(['cd', out])}\n  ray-app train --config {_CONFIG} --scaling.max_workers 1"
+        f"    # the same parameters from one worker\n  ray-app drill --config {_CONFIG} --scaling.max_workers 3    #"
+        " the same after killed workers and lost nodes\n  ray-app init my_project                                    #"
+        " a task, data and a configuration of your own"
     )
     return 0

@@ -70,7 +70,7 @@ def choose_scenarios(section: DrillSection) -> list[str]:
     if unknown or not names:
         raise ConfigError(
             f"drill.scenarios is {section.scenarios!r}; {', '.join(map(repr, unknown)) or 'nothing'} is not a scenario."
-            f" There are {', '.join(SCENARIOS)}. Give some of these, separated by commas, or leave it out for all."
+            f" The scenarios are {', '.join(SCENARIOS)}. Name some, separated by commas, or leave it out for all."
         )
     return list(dict.fromkeys(names))
 
@@ -81,16 +81,16 @@ def make_drill_config(config: Config, section: DrillSection, starts_cluster: boo
     Of the fields that decide the result only the number of steps changes, and early stopping is off, so that the
     scenarios have enough steps.
     """
-    train, free = config.train, "does not promise the same bits, which a drill compares"
+    train, free = config.train, "does not give bit-identical parameters, which a drill compares"
     if train.reduction != "exact":
-        raise ConfigError(f"train.reduction is {train.reduction!r}, which {free}. Give --train.reduction exact.")
+        raise ConfigError(f"train.reduction is {train.reduction!r}, which {free}. Set --train.reduction exact.")
     if train.staleness:
-        raise ConfigError(f"train.staleness is {train.staleness}, which {free}. Give --train.staleness 0.")
+        raise ConfigError(f"train.staleness is {train.staleness}, which {free}. Set --train.staleness 0.")
     if config.scaling.max_workers == "all":
-        raise ConfigError("scaling.max_workers is all; a drill needs a number. Give --scaling.max_workers 3.")
+        raise ConfigError("scaling.max_workers is all; a drill needs a number. Set --scaling.max_workers 3.")
     if not train.strategy_traits.has_workers:
         raise ConfigError(
-            f"train.strategy is {train.strategy}: its only worker is the driver, which cannot be disturbed and go on."
+            f"train.strategy is {train.strategy}: its only worker is the driver, which a drill cannot restart."
         )
     changed: dict[str, Any] = {
         "run__name": "undisturbed",
@@ -134,7 +134,7 @@ def _output_folder(config: Config, section: DrillSection) -> Location:
     out = to_location(section.out) if section.out else beside / name
     if (out / "certificate.json").exists():
         raise ConfigError(
-            f"drill.out is {section.out}, which holds the certificate of another drill. Give another folder."
+            f"drill.out is {section.out}, which has the certificate of another drill. Name another folder."
         )
     return out
 
@@ -172,5 +172,5 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app drill") -> int
             started.set()
             return session.run()
 
-    interrupted = "Interrupted; the certificate says how far the drill came.", 1
+    interrupted = "Interrupted; the certificate lists the finished scenarios.", 1
     return exit_code(work, "The drill ended early", interrupted, started.is_set)

@@ -48,11 +48,11 @@ class EvaluateOptions:
         run: Directory of the run, or its URI in a bucket.
         name: Name of this evaluator. Its evaluations are stored separately from the run's own, and its metrics in
             MLflow are called `eval_<name>_<metric>`. Default: the command does the work of the run's own evaluator.
-        data: Folder (or file) of Parquet to evaluate on; needs a name. Default: the run's `data.eval_path`.
-        follow: Continues until the run has ended; otherwise it ends after the checkpoints that are committed now.
+        data: Folder (or file) of Parquet to evaluate on; this needs a name. Default: the run's `data.eval_path`.
+        follow: Continues until the run has ended; otherwise the command ends after the committed checkpoints.
         workers: Number of actors that evaluate a checkpoint together. Default: the value of the run.
         batch_size: Rows of one forward pass. Default: the value of the run.
-        max_rows: Largest number of rows to evaluate on; needs a name. Default: the value of the run.
+        max_rows: Largest number of rows to evaluate on; this needs a name. Default: the value of the run.
         num_cpus: Logical CPUs that each actor reserves, and threads to compute with. Default: the value of the run.
         num_gpus: GPUs that each actor reserves. Default: the value of the run.
         ray_address: Address of the Ray cluster to connect to. Default: see `run.ray_address`.
@@ -106,12 +106,11 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
         raise ConfigError(f"--name is {options.name!r}; use letters, digits, '_' and '-'.")
     if (options.data, options.max_rows, task) != (None, None, None) and options.name is None:
         raise ConfigError(
-            "--data, --max_rows and --task make other evaluations than the run's own; give them a --name, such as"
-            " --name fresh."
+            "--data, --max_rows and --task make evaluations other than the run's; set a --name, such as --name fresh."
         )
     if options.data is None and config.data.evaluation_path is None:
         raise ConfigError(
-            f"The run {paths.name!r} has no data.eval_path; say with --data and --name what to evaluate on."
+            f"The run {paths.name!r} has no data.eval_path; set --data and --name to evaluate on other data."
         )
     if options.name is None and options.batch_size is not None:
         refuse_other_batches(paths.name, config.evaluate, options.batch_size)
@@ -178,19 +177,19 @@ def _publish(paths: RunPaths, config: Config) -> None:
             send_to_mlflow(str(paths.root))
         except (RayAppError, OSError) as error:
             command = shlex.join(["ray-app", "track", "--replay", str(paths.root)])
-            logger.warning("MLflow was not told, %s does it later: %s", command, redact(str(error)))
+            logger.warning("MLflow lacks the evaluations, %s sends them: %s", command, redact(str(error)))
     report_end(paths)
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app evaluate") -> int:
     """Runs `ray-app evaluate`; see `exit_code`. A second start continues with the remaining checkpoints."""
     add_current_folder_to_path()
-    description = "Evaluates the checkpoints of a run, also while it trains."
+    description = "Evaluates the checkpoints of a run, during or after training."
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     parser.add_class_arguments(EvaluateOptions, None, skip={"follow"})
-    follow_help = "Goes on until the run has ended, rather than ending with what is committed."
+    follow_help = "Continues until the run has ended, instead of ending after the committed checkpoints."
     parser.add_argument("--follow", action="store_true", help=follow_help)
-    task_help = "Another task, for other metrics: class_path and init_args; needs a name."
+    task_help = "Another task, for other metrics: class_path and init_args. This needs --name."
     parser.add_subclass_arguments(Task, "task", instantiate=False, required=False, help=task_help)
     values = parser.parse_args(arguments).as_dict()
     spec = values.pop("task", None)

@@ -19,9 +19,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app export") -> in
         summary = export_run(options)
         as_program = ""
         if summary["format"] != "torch.export":
-            as_program = f"; not as a torch.export program ({'; '.join(summary['refused'])})"
+            as_program = f"; no torch.export program ({'; '.join(summary['refused'])})"
         text = f"step {summary['step']} of {summary['run']} as {summary['format']}, parameters sha256"
         print(redact(f"{text} {summary['params_digest']}{as_program}"))
         print(Path(options.out).expanduser().resolve())
 
-    return exit_code(work, "The model was not exported")
+    return exit_code(work, "The model could not be exported")

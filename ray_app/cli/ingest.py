@@ -50,15 +50,15 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
         "--ray_address",
         type=str | None,
         default=None,
-        help="Ray cluster on whose CPUs to work (auto or an address), which sees input and out under the same path."
-        " Default: RAY_ADDRESS if that is set (as in a Ray job), otherwise threads of this process. The files are the"
-        " same.",
+        help="Address of the Ray cluster that does the work, or auto; its nodes must see input and out under the same"
+        " paths. Default: RAY_ADDRESS if it is set (as in a Ray job), otherwise threads of this process. The"
+        " written files are the same.",
     )
     parser.add_argument(
         "--dry_run",
         type=bool,
         default=False,
-        help="Write nothing: read what an ingest reads first, and show the columns of 1,000 rows of each part.",
+        help="Writes no files, but shows the columns of 1,000 rows of each part.",
     )
     rewritten, texts = _read_as_written(sys.argv[1:] if arguments is None else arguments)
     values = parser.parse_args(rewritten).as_dict() | texts
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app ingest") -> in
     address = values.pop("ray_address") or os.environ.get("RAY_ADDRESS")
     work = preview if values.pop("dry_run") else ingest
     options = IngestOptions(**values)
-    return exit_code(lambda: _print(_call(work, options, address), options, work), "The data was not ingested")
+    return exit_code(lambda: _print(_call(work, options, address), options, work), "The data could not be ingested")
 
 
 def _read_as_written(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -138,7 +138,7 @@ def _call(work: Callable[..., DatasetSummary], options: IngestOptions, address: 
 def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., DatasetSummary]) -> None:
     """Shows the data sets, their columns and warnings, and the outcome."""
     if work is preview and options.source != "parquet":
-        print("The first rows, as an ingest would store them; nothing is written.")
+        print("The first rows, as an ingest would store them; no files are written.")
     print_summary(summary)
     _warn_of_labels(summary, options)
     if options.drop:
@@ -148,10 +148,10 @@ def _print(summary: DatasetSummary, options: IngestOptions, work: Callable[..., 
     ]
     if options.source == "parquet":
         others = f", but not by {', '.join(unusable)}" if unusable else ""
-        print(escape_controls(f"It can be trained on as it is{others}: nothing was written."))
+        print(escape_controls(f"A run can train on the data as it is{others}: no files were written."))
     elif work is not preview:
-        before = "These rows were added before" if options.append else "Made before from the same options and files"
-        print(f"{before}: nothing was written." if summary.reused else "Done.")
+        before = "These rows were added before" if options.append else "The same options and files were ingested before"
+        print(f"{before}: no files were written." if summary.reused else "Done.")
 
 
 def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
@@ -166,8 +166,8 @@ def _warn_of_labels(summary: DatasetSummary, options: IngestOptions) -> None:
     if is_other and len(labels) > 1 and "classes" in READERS[options.source].traits.options:
         names = ",".join(map(str, labels)) if len(labels) <= _MAX_LABELS else "LABEL,LABEL,..."
         print(
-            f"Warning: the labels are {sources.format_items(labels, _MAX_LABELS)}. To train on, they count from 0:"
-            f" --classes {names} numbers them so."
+            f"Warning: the labels are {sources.format_items(labels, _MAX_LABELS)}. Training needs numbers from 0 on:"
+            f" --classes {names} renumbers them."
         )
 
 
@@ -185,8 +185,8 @@ def print_summary(summary: DatasetSummary) -> None:
         console.print(Padding.indent(table, 2))
         for names in find_similar_names(part.classes or ()):
             console.print(
-                f"  Warning: the classes {', '.join(map(repr, names))} differ in upper and lower case, blanks or the"
-                " form of a character alone. If they are meant to be one, correct the labels and ingest again."
+                f"  Warning: the classes {', '.join(map(repr, names))} differ only in case, blanks or the form of a"
+                " character. If they mean the same class, correct the labels and ingest again."
             )
 
 

@@ -41,9 +41,9 @@ def package_name(folder: Path, requested: str | None) -> str:
     """Returns the requested package name or one derived from the folder's; raises `ConfigError` if it is unusable."""
 
     name = requested or re.sub(r"\W", "_", folder.name).lower()
-    advice = "Give another name with --package, such as --package surface."
+    advice = "Set another name with --package, such as --package surface."
     if not name.isidentifier() or keyword.iskeyword(name):
-        raise ConfigError(f"The package would be called {name!r}, which is not a name that Python imports. {advice}")
+        raise ConfigError(f"The package would be called {name!r}, which Python cannot import. {advice}")
     elsewhere = [path for path in sys.path if path and Path(path).resolve() not in (Path.cwd(), folder)]
     if name in _TAKEN | sys.stdlib_module_names or PathFinder.find_spec(name, elsewhere) is not None:
         owner = "a part of the project is" if name in _TAKEN else "an installed module is, and one would hide the other"
@@ -57,26 +57,26 @@ def write_project(folder: Path, package: str, is_keras: bool) -> None:
         entries = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
         if entries:
             raise ConfigError(
-                f"{folder} is not empty (it holds {join_names(entries, 5)}), and nothing is overwritten. Name"
-                " a new or an empty folder."
+                f"{folder} is not empty (it has {join_names(entries, 5)}), and no file is overwritten. Name a new or an"
+                " empty folder."
             )
         for path, text in project_files(package, is_keras):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text)
     except OSError as error:
         raise ConfigError(
-            f"A project cannot be written to {folder}: {error}. Name a new folder in one that you may write to."
+            f"A project cannot be written to {folder}: {error}. Name a new folder in a writable one."
         ) from error
 
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
     """Runs `ray-app init`; see `exit_code`."""
-    description = "Begins a project of your own: a package with a task or a Keras model, data, a configuration, a test."
+    description = "Creates a project: a package with a task or a Keras model, data, a configuration, a test."
     parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("folder", metavar="FOLDER", help="a new or an empty folder")
-    package_help = "of the Python package in it; default: made from the folder's name"
+    package_help = "name of the Python package; default: derived from the folder's name"
     parser.add_argument("--package", metavar="NAME", help=package_help)
-    keras_help = "the package has a compiled Keras model and not a task; training it needs the extra keras"
+    keras_help = "the package has a compiled Keras model instead of a task; this needs the extra keras"
     parser.add_argument("--keras", action="store_true", help=keras_help)
     options = parser.parse_args(arguments)
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app init") -> int:
         folder = Path(options.folder).expanduser().resolve()
         package = package_name(folder, options.package)
         write_project(folder, package, options.keras)
-        print(f"{folder} has a project with the package {package}; README.md says what is what. To see it train:\n")
+        print(f"{folder} has a project with the package {package}; README.md explains its files. To train it:\n")
         print(f"  {shlex.join(['cd', options.folder])}\n  python make_data.py\n  ray-app train --config train.yaml")
 
-    return exit_code(work, "The project was not begun")
+    return exit_code(work, "The project could not be created")

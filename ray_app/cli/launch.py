@@ -45,7 +45,7 @@ from ray_app.process import interrupt_at_signals, set_variables
 
 logger = logging.getLogger(__name__)
 
-_DESCRIPTION = "Called on every machine of a job, makes a Ray cluster of them and trains a configuration on it."
+_DESCRIPTION = "Makes a Ray cluster of all machines of a job and trains a configuration on it. Run it on each."
 _MASTER = "MASTER_ADDR"
 _FORM_S = 600.0
 """Seconds for which a machine waits until all have joined."""
@@ -116,7 +116,7 @@ class TFConfigClusterResolver:
             self.machines = Machines(hosts[0], int(ports[0]), rank, len(hosts), names, nodes, starts_node)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"TF_CONFIG is {text!r}, which names no machines: {type(error).__name__}: {error}. It must be such as"
+                f"TF_CONFIG is {text!r}, which names no machines: {type(error).__name__}: {error}. A valid value is"
                 ' {"cluster": {"worker": ["a:12345", "b:12345"]}, "task": {"type": "worker", "index": 0}}.'
             ) from error
 
@@ -148,12 +148,12 @@ def read_machines(variables: Mapping[str, str]) -> Machines:
         name = variables.get("SM_CURRENT_HOST") or socket.gethostname()
         ranks = [rank for rank, host in enumerate(hosts) if host.partition(".")[0] == name.partition(".")[0]]
         if not ranks:
-            raise ConfigError(f"The job has the machines {', '.join(hosts)}, and this one, {name}, is none of them.")
+            raise ConfigError(f"The job has the machines {', '.join(hosts)}, but this machine is {name}.")
         return Machines(hosts[0], _job_port(variables), ranks[0], len(hosts))
     raise ConfigError(
-        "No variables say which machines there are: TF_CONFIG; MASTER_ADDR, RANK and WORLD_SIZE (torchrun, PyTorchJob);"
-        " PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES (TrainJob); those of mpirun, of SLURM in a call by srun, of PBS"
-        " or LSF, or of SageMaker. On one machine, or in a running Ray cluster, use ray-app train."
+        "No environment variable lists the machines: TF_CONFIG; MASTER_ADDR, RANK and WORLD_SIZE (torchrun,"
+        " PyTorchJob); PET_MASTER_ADDR, PET_NODE_RANK and PET_NNODES (TrainJob); or the variables of mpirun, srun, PBS,"
+        " LSF or SageMaker. On one machine, or in a running Ray cluster, use ray-app train."
     )
 
 
@@ -168,13 +168,13 @@ def _from_mpi(variables: Mapping[str, str], names: tuple[str, str, str]) -> Mach
     rank, size, local = names
     if variables.get(local, "1") != "1":
         raise ConfigError(
-            f"Several processes are on this machine ({local}). Start one ray-app launch on each, as by mpirun --map-by"
-            " ppr:1:node or -ppn 1; it uses all CPUs and GPUs there."
+            f"This machine has several processes ({local}). Start one ray-app launch per machine (mpirun --map-by"
+            " ppr:1:node or -ppn 1); it uses all CPUs and GPUs there."
         )
     if not (hosts := [variables[_MASTER]] if _MASTER in variables else _scheduler_hosts(variables)):
         raise ConfigError(
-            f"mpirun numbers the processes ({rank}), and nothing names the first machine. Set {_MASTER} to its name, as"
-            f" by mpirun -x {_MASTER}=HOST (Open MPI) or -genv {_MASTER} HOST (MPICH, Intel MPI)."
+            f"mpirun numbers the processes ({rank}), but no variable names the first machine. Set {_MASTER} to its"
+            f" name: mpirun -x {_MASTER}=HOST (Open MPI) or -genv {_MASTER} HOST (MPICH, Intel MPI)."
         )
     return Machines(hosts[0], _job_port(variables), _number(variables, rank), _number(variables, size))
 
@@ -209,8 +209,8 @@ def _job_port(variables: Mapping[str, str]) -> int:
 def _from_torch(variables: Mapping[str, str]) -> Machines:
     if variables.get("LOCAL_WORLD_SIZE", "1") != "1" or variables.get("LOCAL_RANK", "0") != "0":
         raise ConfigError(
-            "Several processes are on this machine (LOCAL_WORLD_SIZE, LOCAL_RANK). Start one ray-app launch on each,"
-            " with torchrun by --nproc-per-node=1; it uses all GPUs there."
+            "This machine has several processes (LOCAL_WORLD_SIZE, LOCAL_RANK). Start one ray-app launch per machine"
+            " (torchrun --nproc-per-node=1); it uses all GPUs there."
         )
     rank, size = _number(variables, "RANK"), _number(variables, "WORLD_SIZE")
     port = _number(variables, "MASTER_PORT", "29500")
@@ -222,14 +222,14 @@ def _from_slurm(variables: Mapping[str, str]) -> Machines:
     hosts = expand_hosts(variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", ""))
     if "SLURM_STEP_NODELIST" not in variables and len(hosts) > 1:
         raise ConfigError(
-            f"The job has {len(hosts)} nodes, and this is its batch script, which runs on one of them. Call it by srun:"
+            f"The job has {len(hosts)} nodes, but its batch script runs on one of them. Start ray-app launch with srun:"
             " srun --ntasks-per-node=1 ray-app launch ..."
         )
     rank, size = _number(variables, "SLURM_PROCID", "0"), len(hosts)
     tasks = _number(variables, "SLURM_STEP_NUM_TASKS", str(size))
     if tasks != size:
         raise ConfigError(
-            f"srun starts {tasks} tasks on {size} nodes. Start one ray-app launch on each (srun --ntasks-per-node=1);"
+            f"srun starts {tasks} tasks on {size} nodes. Start one ray-app launch per node (srun --ntasks-per-node=1);"
             " it uses all CPUs and GPUs of the job there."
         )
     return Machines(hosts[0], _job_port(variables), rank, size)
@@ -238,7 +238,7 @@ def _from_slurm(variables: Mapping[str, str]) -> Machines:
 def _number(variables: Mapping[str, str], name: str, default: str = "") -> int:
     value = variables.get(name, default)
     if not value.isdecimal():
-        raise ConfigError(f"{name} is {value!r}; it must be a number. Unset it, or correct it.")
+        raise ConfigError(f"{name} is {value!r}; it must be a number. Correct or unset the variable.")
     return int(value)
 
 
@@ -263,7 +263,7 @@ def _expand_range(text: str) -> list[str]:
     for item in text.split(","):
         low, _, high = item.partition("-")
         if not low.isdecimal() or not (high or low).isdecimal():
-            raise ConfigError(f"SLURM_JOB_NODELIST has [{text}]; in brackets are numbers and ranges, such as 01-03,07.")
+            raise ConfigError(f"SLURM_JOB_NODELIST has [{text}]; brackets hold numbers and ranges, such as 01-03,07.")
         names += [f"{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1)]
     return names
 
@@ -327,10 +327,10 @@ def _taken_error(address: tuple[str, int], error: OSError) -> RayAppError:
     """Returns the error for a port of the first machine at which this process cannot listen."""
     pids = [c.pid for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == address[1] and c.pid]
     owner = f"process {pids[0]}" if pids else "a process of another user"
-    reason = f"{owner} has it" if error.errno == errno.EADDRINUSE else str(error)
+    reason = f"{owner} uses it" if error.errno == errno.EADDRINUSE else str(error)
     return RayAppError(
-        f"This is the first machine, and cannot listen at port {address[1]} of {address[0]}: {reason}. End that"
-        " process, or give the job another port on all machines: MASTER_PORT, or that of the first one in TF_CONFIG."
+        f"The first machine cannot listen at port {address[1]} of {address[0]}: {reason}. End the process that uses the"
+        " port, or set another port on all machines: MASTER_PORT, or the first port in TF_CONFIG."
     )
 
 
@@ -478,9 +478,9 @@ def _follow(machines: Machines, token: str, label: list[str]) -> Iterator[Group]
         except UnprovenServerError as error:
             raise ConfigError(
                 f"The program at port {machines.port + 1} of the first machine, {machines.first}, does not have the"
-                " token of this machine, so this machine does not join. Give all machines the same token, by a shared"
-                " ~/.ray/auth_token or RAY_AUTH_TOKEN_PATH, and the same RAY_AUTH_MODE. If they have it, another"
-                " program has this port: give the job another port on all machines."
+                " token of this machine, so this machine does not join. Set the same token on all machines (a shared"
+                " ~/.ray/auth_token or RAY_AUTH_TOKEN_PATH), and the same RAY_AUTH_MODE. If they are the same, another"
+                " program uses this port: set another port on all machines."
             ) from error
         except OSError as error:
             if time.monotonic() > deadline_s:
@@ -493,7 +493,7 @@ def _follow(machines: Machines, token: str, label: list[str]) -> Iterator[Group]
     # Without a buffer, so that `select` shows each line.
     with connection, connection.makefile("rb", buffering=0) as lines:
         if lines.readline() != b"ready\n":
-            raise RayAppError(f"The first machine, {machines.first}, ended before Ray's head node answered; see there.")
+            raise RayAppError(f"The first machine, {machines.first}, ended before Ray's head node answered.")
         address = f"--address={socket.gethostbyname(machines.first)}:{machines.port}"
         with ray_node([address, *label]) if machines.starts_node else nullcontext(lambda: None) as check:
 
@@ -537,7 +537,7 @@ def wait(missing: Callable[[], str], check: Callable[[], None]) -> None:
         check()
         if time.monotonic() > deadline_s:
             raise RayAppError(
-                f"Waited {_FORM_S:g} s for {name}, in vain. Start the same program there, or look at its output."
+                f"{name} did not join within {_FORM_S:g} s. Start the same program there, or read its output."
             )
         time.sleep(_POLL_S)
 

@@ -22,23 +22,23 @@ from ray_app.version import __version__
 
 COMMANDS = {
     "demo": "train on the bundled handwritten digits, in a new folder",
-    "init": "begin a project of your own: a task, data, a configuration, a test",
+    "init": "create a project: a task, data, a configuration, a test",
     "ingest": "turn raw data into folders of Parquet shards",
-    "describe": "show what is in a data set: columns, values, missing values",
-    "check": "try a task on some rows, in seconds and without a cluster",
+    "describe": "show the contents of a data set: columns, values, missing values",
+    "check": "try a configuration on some rows, in seconds and without a cluster",
     "train": "train a configuration; the number of workers does not change the result",
-    "launch": "make a Ray cluster of the machines of a scheduler, and train on it: called on each of them",
-    "submit": "submit a run to a Ray cluster, after checks that find what would stop it there",
-    "evaluate": "evaluate the checkpoints of a run, also while it trains",
-    "watch": "show runs as they are now, on the terminal and as a page",
-    "report": "make the page about a run, whatever state it is in",
+    "launch": "form a Ray cluster of a scheduler's machines, and train on it: run on each machine",
+    "submit": "submit a run to a Ray cluster as a job, after checks",
+    "evaluate": "evaluate the checkpoints of a run, during or after training",
+    "watch": "show the state of runs, in the terminal and as a page",
+    "report": "write the report page of a run in any state",
     "predict": "predict a data set with a trained model",
     "export": "write the model of a run to a folder, for machines without Ray",
-    "register": "make the best checkpoint of a run a version in MLflow's model registry",
+    "register": "register the best checkpoint of a run in MLflow's model registry",
     "tune": "try settings on many trials, and find the best ones",
-    "retrain": "train on new data if there is a reason to, and promote the model if it is better",
-    "track": "send what MLflow lacks of a run that has ended",
-    "drill": "prove on a configuration that failures and resizes change nothing",
+    "retrain": "train on new data if needed, and promote the model if it is better",
+    "track": "send the missing record of an ended run to MLflow",
+    "drill": "prove that failures and resizes do not change the result of a configuration",
 }
 """Description of each subcommand, by the name of its module."""
 
@@ -64,7 +64,7 @@ def run(prog: str = "ray-app", name: str | None = None) -> int:
         with interrupt_at_signals():
             codes.append(main(prog=prog) if name is None else _import_command(name).main(prog=prog))
     except KeyboardInterrupt:
-        print("Interrupted; it can be started again.", file=sys.stderr)
+        print("Interrupted; the command can be started again.", file=sys.stderr)
         codes.append(75)
     return codes[0]
 
@@ -125,7 +125,7 @@ def _help(prog: str) -> str:
         "Elastic, bit-exact PyTorch training on Ray clusters whose size changes.",
         "",
     ]
-    below = ["", f"{prog} COMMAND --help explains a command and every field of its configuration; {prog} --version."]
+    below = ["", f"{prog} COMMAND --help explains a command and each field of its configuration; {prog} --version."]
     return "\n".join([*above, *lines, *below])
 
 
@@ -135,13 +135,13 @@ def _refusal(prog: str, name: str) -> str:
         return _help(prog)
     near = difflib.get_close_matches(name, COMMANDS, 1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    return f"{prog}: {name!r} is no command.{meant} There are {', '.join(COMMANDS)}; {prog} --help says what each does."
+    return f"{prog}: {name!r} is not a command.{meant} Commands: {', '.join(COMMANDS)}; {prog} --help explains them."
 
 
 def exit_code(
     work: Callable[[], int | None],
     failed: str,
-    interrupted: tuple[str, int] = ("Interrupted; it can be started again.", 75),
+    interrupted: tuple[str, int] = ("Interrupted; the command can be started again.", 75),
     is_started: Callable[[], bool] = lambda: False,
 ) -> int:
     """Does the work of a command and returns its exit code; an error is a line without secrets on standard error.

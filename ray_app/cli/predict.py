@@ -45,8 +45,8 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, list_files, put_json, read_json, remove_temporary, to_location
 
 _DESCRIPTION = (
-    "Predicts a data set with a model, whose task the configuration names, in parts that a second start goes on with."
-    " Single files need no configuration: --file cat.jpg --model EXPORT, or --run RUN."
+    "Predicts a data set with a model, part by part; a second start continues. The configuration names the model's"
+    " task. Single files need no configuration: --file cat.jpg --model EXPORT, or --run RUN."
 )
 DONE = "predictions.json"
 _VERIFY_THREADS = 8
@@ -120,7 +120,7 @@ def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> di
     rows_out = sum(part["rows"] for part in parts)
     if rows_out != prepared.rows:
         raise DataError(
-            f"{rows_out} rows were predicted of {prepared.rows}; the data set changed meanwhile. Start again."
+            f"{rows_out} of {prepared.rows} rows were predicted, because the data set changed meanwhile. Start again."
         )
     counts: dict[str, int] = {}
     for part in parts:
@@ -141,7 +141,7 @@ class _Progress:
         self._prepared = prepared
         self._console, self._first_row = console, rows
         self._started_s = self._shown_s = time.monotonic()
-        kept = f"; {parts:,} parts are there already" if parts else ""
+        kept = f"; {parts:,} parts exist already" if parts else ""
         for line in prepared.columns:
             self._say(line)
         self._say(
@@ -192,7 +192,7 @@ def _predict_files(arguments: list[str], prog: str) -> None:
     model.add_argument(
         "--run", "--predict.run", dest="run", help="The directory of a run; its best checkpoint is used."
     )
-    parser.add_argument("--trust", action="store_true", help="Run the code of an export that has no model.pt2.")
+    parser.add_argument("--trust", action="store_true", help="Allows running the code of an export without model.pt2.")
     options = parser.parse_args(arguments)
     add_current_folder_to_path()
     answer = load_model(options.model, options.trust).predict if options.model else _result_of(options.run).answers

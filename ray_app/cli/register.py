@@ -11,7 +11,7 @@ from ray_app.watch.terminal import describe_model
 
 def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> int:
     """Runs `ray-app register`; see `exit_code`. Registering a checkpoint again is safe."""
-    description = "Makes the best checkpoint of a run a version of a model in MLflow's registry."
+    description = "Registers the best checkpoint of a run as a version of a model in MLflow's registry."
     options = parse_options(RegisterOptions, arguments, prog, description)
 
     def work() -> None:
@@ -19,4 +19,4 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app register") -> 
         model = {"name": registered.name, "version": registered.version, "aliases": registered.aliases}
         TextConsole().print(describe_model(model), markup=False, highlight=False, soft_wrap=True)
 
-    return exit_code(work, "The model was not registered")
+    return exit_code(work, "The model could not be registered")

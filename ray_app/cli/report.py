@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
         Exit code: see `exit_code`.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, description="Makes the report of a run, also of one that runs or failed."
+        prog=prog, description="Writes the report of a run that runs, has ended or has failed."
     )
     parser.add_argument(
         "--run", required=True, help="directory of the run, <run.storage_path>/<run.name>, on a disk or in a bucket"
@@ -53,4 +53,4 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app report") -> in
         put_atomic(out, render(facts).encode())
         print(redact(f"{paths.name}: {facts.status}; {facts.story}\n{out}"))
 
-    return exit_code(work, "The report could not be made")
+    return exit_code(work, "The report could not be written")

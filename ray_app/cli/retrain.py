@@ -19,9 +19,7 @@ from ray_app.retrain.situation import roll_back
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact, register_secrets
 
-_DESCRIPTION = (
-    "Trains on new data if there is a reason to, and promotes the model if it is better than the one that serves."
-)
+_DESCRIPTION = "Trains on new data if needed, and promotes the model if it is better than the one that serves."
 _INTERRUPTED = 75
 
 
@@ -53,7 +51,7 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str] | None, console: 
         try:
             rollback = roll_back(config, options.rollback)
         except RegistryError as error:
-            raise ConfigError(f"Nothing was rolled back: {error}") from error
+            raise ConfigError(f"No rollback was made: {error}") from error
         console.print(
             f"rolled back to version {rollback.to} from version {rollback.version}: {rollback.reason}",
             markup=False,
@@ -70,16 +68,16 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app retrain") -> i
     parser.add_argument(
         "--rollback",
         metavar="REASON",
-        help="Lets the champion before serve again; trains nothing. The same reason again goes back no further.",
+        help="Makes the previous champion serve again, without training. Repeating a reason goes back no further.",
     )
-    parser.add_argument("--history", action="store_true", help="Shows the audit record; does nothing.")
+    parser.add_argument("--history", action="store_true", help="Shows the audit record and ends.")
 
     def work() -> int:
         try:
             return _run(parser, arguments, console)
         except (RunHeldError, LeaseLostError) as error:
-            print(redact(f"Another scheduler is at it, start again later: {error}"), file=sys.stderr)
+            print(redact(f"Another process retrains this model; start again later: {error}"), file=sys.stderr)
             return _INTERRUPTED
 
-    interrupted = "Interrupted; starting again goes on.", _INTERRUPTED
-    return exit_code(work, "The retraining failed, starting again goes on", interrupted)
+    interrupted = "Interrupted; start again to continue.", _INTERRUPTED
+    return exit_code(work, "The retraining failed; start again to continue", interrupted)

@@ -23,7 +23,7 @@ from ray_app.submit.preflight import preflight
 from ray_app.submit.server import JobServer, LostContactError
 from ray_app.watch.terminal import has_refusal, print_findings
 
-_DESCRIPTION = "Submits a run to a Ray cluster as a job; before it trains, the job checks what would stop it."
+_DESCRIPTION = "Submits a run to a Ray cluster as a job, which runs checks before it trains."
 _INTERRUPTED = 130
 
 
@@ -76,13 +76,13 @@ class Submission:
             return self._supervise()
         except KeyboardInterrupt:
             goes_on = (
-                f"The job {self.job_id} goes on.\n{self._how(self.job_id)}"
+                f"The job {self.job_id} continues.\n{self._how(self.job_id)}"
                 if self.job_id
-                else "Nothing of the run goes on."
+                else "No job of the run is left."
             )
             self._say(
-                f"\n{goes_on}\nThe run is not submitted again; the same command with --run.name"
-                f" {self.config.run.name} does."
+                f"\n{goes_on}\nThe run is not submitted again; to continue it, use the same command with --run.name"
+                f" {self.config.run.name}."
             )
             raise
 
@@ -125,7 +125,7 @@ def _submit(arguments: list[str] | None, prog: str, console: Console) -> int:
     result = preflight(config, section)
     print_findings(console, result.findings)
     if has_refusal(result.findings):
-        print("Refused; nothing was started.", file=sys.stderr)
+        print("The run is refused; no job was started.", file=sys.stderr)
         return 2
     assert result.server is not None
     submission = Submission(config, section, result.server, result.runtime_env, console)
@@ -149,7 +149,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app submit") -> in
         print(redact(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2 if is_refusal(error) else 1
     except LostContactError as error:
-        print(redact(f"{error}. The job may go on without us; ray job list shows it."), file=sys.stderr)
+        print(redact(f"{error}. The job may still run; ray job list shows it."), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
         Exit code: see `exit_code`. Records that MLflow has are not sent again.
     """
     parser = argparse.ArgumentParser(
-        prog=prog, description="Sends what MLflow lacks of a run that has ended.", allow_abbrev=False
+        prog=prog, description="Sends the missing record of an ended run to MLflow.", allow_abbrev=False
     )
     parser.add_argument("--replay", metavar="RUN", required=True, help="Directory of the run, or its URI in a bucket.")
     parser.add_argument("--uri", help="MLflow tracking URI; default: the run's own. Another one gets the whole record.")
@@ -31,4 +31,4 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app track") -> int
         text = f"Sent {sent.points} points, {sent.evaluations} of them evaluations, to MLflow run {sent.run_id}"
         print(escape_controls(f"{text} ({sent.status}) at {sent.uri}"))
 
-    return exit_code(work, "The record was not sent")
+    return exit_code(work, "The record could not be sent")

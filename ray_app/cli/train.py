@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app train") -> int
                 started = True
                 result = run.run()
     except KeyboardInterrupt:
-        print("Interrupted; starting it again continues the run, or begins it if it had not begun.", file=sys.stderr)
+        print("Interrupted; start the run again to continue or begin it.", file=sys.stderr)
         return EXIT_CODES["interrupted"]
     except Exception as error:
         if is_refusal(error) and not started:

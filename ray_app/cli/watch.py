@@ -20,8 +20,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
     """Runs `ray-app watch`; see `exit_code`."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        description="Shows runs as they are now, on a disk or in a bucket, also after their end. It reads their files"
-        " and costs them nothing.",
+        description="Shows the state of runs, on a disk or in a bucket, during and after training. The command only"
+        " reads files and does not slow the runs.",
     )
     parser.add_argument(
         "runs",
@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app watch") -> int
         metavar="RUN",
         help="directory of a run, <run.storage_path>/<run.name>, on a disk or in a bucket",
     )
-    parser.add_argument("--port", type=int, help="serve a page there, too, until Ctrl-C; 0: any port that is free")
-    parser.add_argument("--host", default="127.0.0.1", help="where the page listens; by default this machine alone")
+    parser.add_argument("--port", type=int, help="also serve a page at this port until Ctrl-C; 0: any free port")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the page; default: only this machine")
     options = parser.parse_args(arguments)
     return exit_code(partial(_watch, options), "The runs could not be watched")
 
@@ -45,8 +45,8 @@ def _watch(options: argparse.Namespace) -> None:
             console.print(f"The page: {server.url}", markup=False, highlight=False, soft_wrap=True)
             if not server.is_private:
                 console.print(
-                    f"The page listens on {options.host} without encryption: who reads the network reads its token and"
-                    " the page. Safer is the default, with ssh -L PORT:127.0.0.1:PORT MACHINE from elsewhere.",
+                    f"The page listens on {options.host} without encryption: the network can read its token and the"
+                    " page. Safer: keep the default, and use ssh -L PORT:127.0.0.1:PORT MACHINE from elsewhere.",
                     style="yellow",
                 )
         _show(console, looking, for_ever=options.port is not None)

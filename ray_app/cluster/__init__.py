@@ -13,9 +13,9 @@ if os.environ.get(_V2, "1").lower() not in ("1", "true"):
     if "ray.train" in sys.modules:
         raise ConfigError(
             f"{_V2} was {os.environ[_V2]} when this process imported ray.train, whose first version cannot replace a"
-            " worker. Unset it, and start the program or the notebook's kernel again."
+            " worker. Unset the variable, and restart the program or the notebook's kernel."
         )
     logging.getLogger(__name__).warning(
-        "%s is %s, and 1 is used: the first version of Ray Train cannot replace a worker.", _V2, os.environ[_V2]
+        "%s is %s, but 1 is used: the first version of Ray Train cannot replace a worker.", _V2, os.environ[_V2]
     )
     os.environ[_V2] = "1"

@@ -59,8 +59,8 @@ TESTED_RAY = (2, 56), (2, 60)
 _SOCKET_TOO_LONG = "AF_UNIX path length"
 """The text in errors of Ray and Python about a path of a socket that is longer than the system allows."""
 _SET_TOKEN = (
-    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, a file that RAY_AUTH_TOKEN_PATH"
-    " names, or RAY_AUTH_TOKEN."
+    "Set RAY_AUTH_MODE=token, and put the cluster's token into ~/.ray/auth_token, into the file named by"
+    " RAY_AUTH_TOKEN_PATH, or into RAY_AUTH_TOKEN."
 )
 _AUTH_MODE = "RAY_AUTH_MODE"
 _AUTH_TOKEN, _TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -111,7 +111,7 @@ READ_AUTH_MODE = PrivateName(
     "ray._raylet:Config.initialize", f"a process that has joined one cluster may not join another one with {_AUTH_MODE}"
 )
 TOKEN_LOADER = PrivateName(
-    "ray._raylet:AuthenticationTokenLoader", "a process that has joined one cluster may not join one with another token"
+    "ray._raylet:AuthenticationTokenLoader", "a process that has joined one cluster may not join one of another token"
 )
 CHECK_SELECTOR = PrivateName("ray._private.label_utils:validate_label_selector", "label selectors are not checked")
 MATCH_SELECTOR = PrivateName("ray._raylet:node_labels_match_selector", "label selectors cannot be used")
@@ -123,7 +123,7 @@ MAX_RESOURCES = PrivateName(
     "ray._private.state:state.get_max_resources_from_cluster_config", "an autoscaler's limits are not known"
 )
 LIST_FOLDER = PrivateName(
-    "ray._private.runtime_env.packaging:_dir_travel", "what is uploaded with a job is not shown before"
+    "ray._private.runtime_env.packaging:_dir_travel", "the files uploaded with a job are not listed in advance"
 )
 PARSE_EXCLUDES = PrivateName("ray._private.runtime_env.packaging:_get_excludes", LIST_FOLDER.without)
 DEFAULT_EXCLUDES = PrivateName("ray._private.ray_constants:get_runtime_env_default_excludes", LIST_FOLDER.without)
@@ -242,18 +242,18 @@ def require_shared_token(machines: int) -> str:
     """
     if not _turn_tokens_on():
         logger.warning(
-            "RAY_AUTH_MODE is %s: whoever reaches a port of this cluster can run code as this user. Unset it, and give"
-            " all machines one token.",
+            "RAY_AUTH_MODE is %s: every process that reaches a port of this cluster can run code as this user. Unset"
+            " it, and give all machines the same token.",
             os.environ[_AUTH_MODE],
         )
         return ""
     if (token := read_token()) is None:
         raise ConfigError(
-            f"The cluster of {machines} machines needs a token that all of them have, since whoever reaches its ports"
-            " can run code, and this machine has none. Where the machines share the home folder, call once: ray"
+            f"The cluster of {machines} machines needs the same token on all of them, since every process that reaches"
+            " its ports can run code, but this machine has none. If the machines share the home folder, run once: ray"
             f" get-auth-token --generate && chmod 600 ~/{_TOKEN_FILE}. In containers, mount a secret, and set"
-            f" {_TOKEN_PATH} to its file. RAY_AUTH_MODE=disabled goes on without a token, in a network that no one else"
-            " reaches."
+            f" {_TOKEN_PATH} to its file. RAY_AUTH_MODE=disabled allows a cluster without a token, for a private"
+            " network."
         )
     return token
 
@@ -297,7 +297,7 @@ def _close_to_others(file: Path, warns: bool) -> None:
             file.chmod(0o600)
             return
     logger.warning(
-        "Other users may read Ray's token in %s (mode %o): chmod 600 it, or mount the secret with that mode.",
+        "Other users may read Ray's token in %s (mode %o): chmod 600 it, or mount the secret with this mode.",
         file,
         mode,
     )
@@ -349,7 +349,7 @@ def connection_errors() -> Iterator[None]:
     except AuthenticationError as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ConfigError(
-            f"The Ray cluster wants a token, and this process gave none, or another: {reason} {_SET_TOKEN}"
+            f"The Ray cluster requires a token, but this process sent none, or another: {reason} {_SET_TOKEN}"
         ) from error
     except ValueError as error:
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
@@ -366,8 +366,8 @@ def connection_errors() -> Iterator[None]:
         if _SOCKET_TOO_LONG not in str(error):
             raise
         raise ConfigError(
-            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. TMPDIR or RAY_TMPDIR is too long a"
-            " path; set RAY_TMPDIR to a short folder, such as /tmp/ray-1."
+            f"Ray cannot open its sockets, whose paths may have 107 bytes: {error}. The path in TMPDIR or RAY_TMPDIR is"
+            " too long; set RAY_TMPDIR to a short folder, such as /tmp/ray-1."
         ) from error
 
 
@@ -400,7 +400,7 @@ def nodes_with_labels(nodes: Iterable[Node], selector: dict[str, str] | None) ->
     if matches is None:
         raise ConfigError(
             f"scaling.label_selector is {selector}, but Ray {ray.__version__} has no {MATCH_SELECTOR.path}, which"
-            " matches labels as Ray does. Leave it out, or use a version of Ray that docs/versions.md names."
+            " matches labels. Leave the field out, or use a version of Ray from docs/versions.md."
         )
     problem = check(selector) if check is not None else None
     if problem is not None:
@@ -596,5 +596,5 @@ def _node_types() -> set[str]:
         return {node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]} - {""}
     # There is no autoscaler, or it has not reported yet. Then a run that does not fit is refused.
     except Exception as error:
-        logger.debug("No autoscaler tells of the cluster: %s", error)
+        logger.debug("No autoscaler describes the cluster: %s", error)
         return set()

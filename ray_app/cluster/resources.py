@@ -105,8 +105,8 @@ def cluster(config: Config) -> Iterator[bool]:
     """
     if client.is_connected() or (ray_address(config) or "").startswith("ray://"):
         raise ConfigError(
-            "A run cannot go through Ray Client (an address ray://...): its driver is a part of the cluster. Start it"
-            " on a node of the cluster, for instance by ray-app submit, or in Jupyter on the head node, with the"
+            "A run cannot use Ray Client (an address ray://...), because its driver is a part of the cluster. Start it"
+            " on a node of the cluster, for instance with ray-app submit, or in Jupyter on the head node, with the"
             " address auto."
         )
     if not ray.is_initialized() and not needs_cluster(config):
@@ -397,7 +397,7 @@ def check_evaluator_fits(config: Config, nodes: Iterable[Node]) -> None:
     labels = f", labeled {selector}," if selector else ""
     raise ConfigError(
         f"The evaluator reserves {section.num_cpus:g} CPU and {section.num_gpus:g} GPU, which no node{labels} has."
-        " Give less with evaluate.num_cpus and evaluate.num_gpus (--num_cpus and --num_gpus of ray-app evaluate; 0: it"
+        " Lower evaluate.num_cpus and evaluate.num_gpus (--num_cpus and --num_gpus of ray-app evaluate; 0 GPUs: it"
         " computes on the CPU), or add a node."
     )
 
@@ -427,14 +427,14 @@ def _check_labeled(config: Config, nodes: Sequence[Node], workers: float) -> Non
         return
     if not nodes_with_labels(nodes, scaling.label_selector):
         raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, and no node of the cluster is labeled so; its labels"
-            f" are {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
+            f"scaling.label_selector is {scaling.label_selector}, but no node of the cluster has them; its labels are"
+            f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
     raise ConfigError(
         f"The run does not fit: the nodes labeled {scaling.label_selector} (scaling.label_selector) have capacity for"
-        f" {workers:g} workers of {scaling.cpus_per_worker:g} CPU and {scaling.worker_gpus:g} GPU beside the evaluator"
-        f" and parameter servers, below scaling.min_workers = {scaling.min_workers}. Label more nodes, or lower"
-        " scaling.min_workers."
+        f" {workers:g} workers of {scaling.cpus_per_worker:g} CPU and {scaling.worker_gpus:g} GPU in addition to the"
+        f" evaluator and parameter servers, below scaling.min_workers = {scaling.min_workers}. Label more nodes, or"
+        " lower scaling.min_workers."
     )
 
 
@@ -484,8 +484,8 @@ def _resolve(config: Config, capacity: ClusterCapacity | None) -> Config:
         workers = workers_that_fit(largest, capacity)
         if workers == _UNLIMITED_WORKERS:
             raise ConfigError(
-                "scaling.max_workers is all, and the cluster's autoscaler does not tell how many nodes it may"
-                " start; give a number."
+                "scaling.max_workers is all, but the cluster's autoscaler does not report how many nodes it may start;"
+                " set a number."
             )
     elif not config.train.strategy_traits.has_workers:
         workers = 1

@@ -225,8 +225,8 @@ def _can_recover_in_place(config: Config) -> bool:
     if not is_tested():
         oldest, newest = (".".join(map(str, version)) for version in TESTED_RAY)
         logger.warning(
-            "Recovery in place has been tested with Ray %s to %s, and this is Ray %s: all workers restart after a"
-            " failure, and there are neither standby workers nor evictions of stragglers.",
+            "Recovery in place has been tested with Ray %s to %s, but this is Ray %s: all workers restart after a"
+            " failure, without standby workers and evictions of stragglers.",
             *(oldest, newest, ray.__version__),
         )
     return is_tested()
@@ -339,8 +339,8 @@ def _choose_backend(config: Config, device: torch.device) -> Literal["auto", "gl
         return config.train.backend
     if config.scaling.max_workers != 1 and not config.train.strategy_traits.can_share_gpus:
         raise ConfigError(
-            f"The GPU of a worker is a slice of one (MIG), and train.strategy is {config.train.strategy}: NCCL does not"
-            f" connect slices. Use {list_strategies(lambda t: t.can_share_gpus)}, scaling.max_workers 1, or whole GPUs."
+            f"The GPU of a worker is a slice (MIG), but train.strategy {config.train.strategy} needs NCCL, which"
+            f" slices lack. Use {list_strategies(lambda t: t.can_share_gpus)}, scaling.max_workers 1, or whole GPUs."
         )
     return "gloo"
 

@@ -28,8 +28,8 @@ def check_optimizers(config: Config) -> list[str]:
     if config.optimizer.class_path == TASK_OPTIMIZER and not traits.can_use_task_optimizer:
         allowed = list_strategies(lambda t: t.can_use_task_optimizer)
         problems.append(
-            f"The task makes the optimizer (configure_optimizers, or Task.configure_optimizers), and train.strategy"
-            f" {config.train.strategy} makes several. Name it in optimizer, or use {allowed}."
+            "The task creates the optimizer (configure_optimizers, or Task.configure_optimizers), but train.strategy"
+            f" {config.train.strategy} needs several. Set optimizer, or use {allowed}."
         )
     problems += _check_spec("optimizer", config.optimizer)
     for name, spec in (config.optimizers or {}).items():
@@ -41,22 +41,22 @@ def check_optimizers(config: Config) -> list[str]:
         if schedule is not None:
             problems += _check_numbers(f"{field}.init_args", schedule.class_path, schedule.init_args)
     if not config.optimizers:
-        return problems if config.optimizers is None else ["optimizers is empty; name an optimizer, or leave it out."]
+        return problems if config.optimizers is None else ["optimizers is empty; name one, or leave it out."]
     if config.optimizer != Config.optimizer:
-        problems.append("optimizer and optimizers are both given; leave one of them out.")
+        problems.append("optimizer and optimizers are both set; leave one of them out.")
     if config.schedule is not None:
-        problems.append("schedule is given with optimizers, of which each has its own: optimizers.NAME.schedule.")
+        problems.append("schedule is set together with optimizers; set optimizers.NAME.schedule instead.")
     if not traits.can_alternate_optimizers:
         problems.append(
-            f"optimizers are given with train.strategy {config.train.strategy}, whose state belongs to one optimizer"
-            f" that moves all parameters in each step. Use {list_strategies(lambda t: t.can_alternate_optimizers)}."
+            f"optimizers is set, but train.strategy {config.train.strategy} has one optimizer that updates all"
+            f" parameters in each step. Use {list_strategies(lambda t: t.can_alternate_optimizers)}."
         )
     for name, spec in config.optimizers.items():
         if spec.steps < 1:
             problems.append(f"optimizers.{name}.steps is {spec.steps}; it must be at least 1.")
         if not spec.parameters:
             problems.append(
-                f"optimizers.{name}.parameters is missing; name the parameters that it moves, with * for any text."
+                f"optimizers.{name}.parameters is missing; name the parameters that it updates; * matches any text."
             )
     return problems
 
@@ -115,16 +115,16 @@ _NO_CAPTURE: tuple[tuple[Callable[[Config], object], str], ...] = (
         "train.strategy is {c.train.strategy}: only steps of"
         f" {list_strategies(lambda t: t.can_capture_steps)} are captured",
     ),
-    (lambda c: c.train.compile, "train.compile is set: what is compiled is not captured"),
+    (lambda c: c.train.compile, "train.compile is set: a compiled model is not captured"),
     (
         lambda c: c.train.reduction != "exact",
-        "train.reduction is {c.train.reduction}, whose kernels need not give the same bits twice",
+        "train.reduction is {c.train.reduction}, whose kernels are not bit-identical when repeated",
     ),
     (
         lambda c: c.failure.sdc_check_rate,
-        "failure.sdc_check_rate is set: what a graph gets wrong would be held for a fault of the hardware",
+        "failure.sdc_check_rate is set: an error of a graph would look like a hardware fault",
     ),
-    (lambda c: c.optimizers, "optimizers are several: what has a gradient would change from step to step"),
+    (lambda c: c.optimizers, "optimizers has several: the parameters with gradients would change from step to step"),
 )
 """When the passes of a step cannot be captured, and why."""
 
@@ -139,29 +139,29 @@ _SCALING_RULES = (
     Rule(
         "scaling.min_workers",
         lambda c: c.scaling.min_workers > c.scaling.worker_limit,
-        ", above scaling.max_workers = {c.scaling.max_workers}; lower the one or raise the other.",
+        ", above scaling.max_workers = {c.scaling.max_workers}; lower min_workers or raise max_workers.",
     ),
     Rule(
         "scaling.min_workers",
         lambda c: not c.train.strategy_traits.has_workers,
-        ", but train.strategy {c.train.strategy} has no workers: it trains in the calling process. Set it to 1.",
+        ", but train.strategy {c.train.strategy} has no workers: it trains in the calling process. Set the field to 1.",
     ),
     Rule(
         "scaling.max_workers",
         lambda c: c.scaling.worker_limit > c.logical_workers >= 1,
-        ", above scaling.logical_workers = {c.logical_workers}: a worker without a logical worker has nothing to do."
-        " Set max_workers to at most {c.logical_workers}, or start a new run with more logical workers.",
+        ", above scaling.logical_workers = {c.logical_workers}: a worker needs a logical worker. Set max_workers to at"
+        " most {c.logical_workers}, or start a new run with more logical workers.",
     ),
     Rule(
         "scaling.cpus_per_worker",
         lambda c: c.scaling.cpus_per_worker == 0 == c.scaling.gpus_per_worker and c.train.strategy_traits.has_workers,
-        ", and so is scaling.gpus_per_worker, but a worker needs some of either; set one above 0.",
+        ", and so is scaling.gpus_per_worker, but a worker needs CPUs or GPUs; set one above 0.",
     ),
     Rule(
         "scaling.gpus_per_worker",
         lambda c: c.scaling.worker_gpus > 1,
-        ", but a worker computes on one GPU and would leave the others idle. Set it to 1, and scaling.max_workers to"
-        " the number of GPUs.",
+        ", but a worker computes on one GPU and would leave the others idle. Set gpus_per_worker to 1, and"
+        " scaling.max_workers to the number of GPUs.",
     ),
     Rule(
         "scaling.gpus_per_worker",
@@ -181,20 +181,20 @@ _SCALING_RULES = (
         Rule(
             name,
             lambda c: not c.train.strategy_traits.has_workers or c.failure.recovery == "restart",
-            " with train.strategy {c.train.strategy} and failure.recovery {c.failure.recovery}, with which no worker"
-            " joins others that go on. Leave it out.",
+            " with train.strategy {c.train.strategy} and failure.recovery {c.failure.recovery}, but with these, no"
+            " worker joins a running group. Leave the field out.",
         )
         for name in ("scaling.standby_workers", "scaling.evict_straggler_after_s")
     ),
     Rule(
         "scaling.load_balancing",
         lambda c: not _can_move_shares(c),
-        f"{_SETUP}; logical workers can move {_MOVERS}. Set scaling.load_balancing to none, or choose these.",
+        f"{_SETUP}; logical workers can move {_MOVERS}. Set scaling.load_balancing to none, or change these fields.",
     ),
     Rule(
         "failure.sdc_check_rate",
         lambda c: not _can_move_shares(c),
-        f"{_SETUP}; shares can be computed again {_MOVERS}. Set it to 0, or choose these.",
+        f"{_SETUP}; shares can be computed again {_MOVERS}. Set failure.sdc_check_rate to 0, or change these fields.",
     ),
 )
 
@@ -211,7 +211,7 @@ def _unused_field_rule(name: str) -> Rule:
     return Rule(
         f"train.{name}",
         lambda c: name not in c.train.strategy_traits.train_fields,
-        f", but only train.strategy: {list_strategies(lambda t: name in t.train_fields)} looks at it; leave it out.",
+        f", but only train.strategy: {list_strategies(lambda t: name in t.train_fields)} uses it; leave the field out.",
     )
 
 
@@ -219,8 +219,8 @@ def _common_step_rule(name: str) -> Rule:
     return Rule(
         f"checkpoint.{name}",
         lambda c: getattr(c.checkpoint, name) % c.train.local_steps,
-        "; between two averages there is no common state, so it must be a multiple of train.local_steps ="
-        " {c.train.local_steps}.",
+        "; it must be a multiple of train.local_steps = {c.train.local_steps}, since there is no common state between"
+        " averages.",
     )
 
 
@@ -232,12 +232,12 @@ _STRATEGY_RULES = (
         "checkpoint.snapshot_every_steps",
         lambda c: c.train.strategy_traits.shards_parameters,
         " with train.strategy {c.train.strategy}, whose state does not fit into one process; set train.peer_replica, or"
-        " a shorter checkpoint.every_steps.",
+        " lower checkpoint.every_steps.",
     ),
     Rule(
         "train.cpu_offload",
         lambda c: c.train.strategy_traits.shards_parameters and c.scaling.gpus_per_worker == 0,
-        ", but scaling.gpus_per_worker is 0: the shards are in host memory already; leave it out.",
+        ", but scaling.gpus_per_worker is 0: the shards are in host memory already; leave the field out.",
     ),
     Rule(
         "optimizer.class_path",
@@ -246,8 +246,8 @@ _STRATEGY_RULES = (
             and c.train.reduction == "exact"
             and c.optimizer.class_path in ("torch.optim.Adafactor", "torch.optim.Muon")
         ),
-        ", which looks at whole parameters, with train.strategy {c.train.strategy}, where no worker has one: the bits"
-        " would depend on the number of workers. Set train.reduction to overlapped, or choose another optimizer.",
+        ", which reads whole parameters, but with train.strategy {c.train.strategy} no worker has one: the result would"
+        " depend on the number of workers. Set train.reduction to overlapped, or choose another optimizer.",
     ),
 )
 _REDUCTION_RULES = (
@@ -255,13 +255,13 @@ _REDUCTION_RULES = (
         Rule(
             name,
             lambda c: c.train.reducer is not None,
-            " with train.reducer {c.train.reducer}; only the application's own reducers support it. Leave one of them"
-            " out.",
+            " with train.reducer {c.train.reducer}; only the application's own reducers support it. Leave one of the"
+            " two out.",
         )
         for name in ("train.bucket_mb", "train.capture", "failure.sdc_check_rate")
     ),
     *(
-        Rule("train.capture", when, f", and {reason}. Leave it out; the bits are the same without.")
+        Rule("train.capture", when, f", and {reason}. Leave the field out; the result is bit-identical without it.")
         for when, reason in _NO_CAPTURE
     ),
 )
@@ -269,8 +269,8 @@ _OTHER_RULES = (
     Rule(
         "run.name",
         lambda c: not _is_run_name(c.run.name),
-        "; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-' and blanks, from a letter or digit"
-        " on, and not with a blank or '.' at the end.",
+        "; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-' and blanks, with a letter or digit"
+        " first and no blank or '.' last.",
     ),
     Rule(
         "train.profile_steps",
@@ -280,44 +280,44 @@ _OTHER_RULES = (
     Rule(
         "train.init_digest",
         lambda c: c.train.init_from is None,
-        " without train.init_from: name the file that holds these parameters, or leave both out.",
+        " without train.init_from: name the file with these parameters, or leave both out.",
     ),
     Rule(
         "evaluate.patience",
         lambda c: c.data.evaluation_path is None,
-        " without data.eval_path: there is nothing to judge by. Set data.eval_path or leave patience out.",
+        " without data.eval_path: there is nothing to evaluate. Set data.eval_path or leave patience out.",
     ),
     Rule(
         "evaluate.num_gpus",
         lambda c: c.evaluate.num_gpus > 1,
-        ", but the evaluator computes on one GPU; set it to at most 1. With evaluate.where: workers all GPUs of the"
-        " training evaluate.",
+        ", but the evaluator computes on one GPU; set num_gpus to at most 1. With evaluate.where: workers, all GPUs of"
+        " the training evaluate.",
     ),
     Rule(
         "evaluate.workers",
         lambda c: c.evaluate.where == "workers",
-        ", and evaluate.where is workers, with which all workers of the training evaluate; leave one of them out.",
+        ", but evaluate.where is workers, so all training workers evaluate; leave one of the two out.",
     ),
     Rule(
         "tracking.registered_model",
         lambda c: not c.tracking.enabled,
-        ", but tracking.enabled is false: the registry is MLflow's. Enable tracking or leave it out.",
+        ", but tracking.enabled is false: the registry is MLflow's. Enable tracking or leave the field out.",
     ),
     Rule(
         "tracking.registered_model",
         lambda c: not _MODEL_NAME.fullmatch(c.tracking.registered_model),
-        "; use 1 to 256 characters other than slashes, ':', quotes and control characters.",
+        "; use 1 to 256 characters except slashes, ':', quotes and control characters.",
     ),
     Rule(
         "data.balance_by",
         lambda c: c.data.shard == "file",
-        " with data.shard: file, where the steps of an epoch would differ from epoch to epoch. Set data.shard to row or"
-        " off, or leave balance_by out (task.init_args.class_weights weighs classes without repeating rows).",
+        " with data.shard: file, so the number of steps would differ from epoch to epoch. Set data.shard to row or off,"
+        " or leave balance_by out (task.init_args.class_weights weights classes without repeating rows).",
     ),
     Rule(
         "data.shuffle",
         lambda c: c.data.balance_by or c.data.by_length,
-        ", and data.balance_by and data.by_length choose the rows of a step in another way. Leave it out, or these.",
+        ", but data.balance_by and data.by_length choose the rows of a step. Leave shuffle or these out.",
     ),
     Rule(
         "data.fold",
@@ -342,12 +342,12 @@ _OTHER_RULES = (
     Rule(
         "data.cache_dir",
         lambda c: c.data.cache != "disk",
-        ", but data.cache is {c.data.cache}; set that to disk or leave cache_dir out.",
+        ", but data.cache is {c.data.cache}; set data.cache to disk or leave cache_dir out.",
     ),
     Rule(
         "data.reader_threads",
         lambda c: c.data.cache == "memory",
-        ", but with data.cache: memory no worker reads; leave it out, or set data.cache to none or disk.",
+        ", but with data.cache: memory no worker reads; leave the field out, or set data.cache to none or disk.",
     ),
 )
 RULES = (*_SCALING_RULES, *_STRATEGY_RULES, *_REDUCTION_RULES, *_OTHER_RULES)
@@ -376,11 +376,11 @@ def _check_required(config: Config) -> list[str]:
         below, above = batch // logical * logical, -(-batch // logical) * logical
         valid = " or ".join(str(n) for n in (below, above) if n > 0)
         problems.append(
-            f"data.global_batch_size is {batch}, not divisible by the {logical} logical workers; the nearest valid"
-            f" values are {valid}."
+            f"data.global_batch_size is {batch}, which is not divisible by the {logical} logical workers; the nearest"
+            f" valid values are {valid}."
         )
     if not config.task.class_path:
         problems.append("task.class_path is missing; name a task such as ray_app.task.image.ImageClassification.")
     if not config.data.path:
-        problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest makes one).")
+        problems.append("data.path is missing; name a folder of Parquet files (ray-app ingest writes one).")
     return problems

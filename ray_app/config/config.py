@@ -178,14 +178,14 @@ def _make_turn_spec(spec: dict[str, Any]) -> TurnSpec:
 def _check_field_names(values: dict[str, Any]) -> None:
     """Raises `ConfigError` with all unknown fields, with the nearest known names, and sections that are no mappings."""
     if not isinstance(values, dict):
-        raise ConfigError(f"it is {values!r:.60}; it must be fields by name.")
+        raise ConfigError(f"the configuration is {values!r:.60}; it must be a mapping of fields.")
     sections = {"": Config, **{f"{name}.": section for name, section in SECTIONS.items() if name in values}}
     problems = []
     for prefix, section in sections.items():
         section_values = values if not prefix else values[prefix[:-1]]
         field_names = [field.name for field in dataclasses.fields(section)]
         if not isinstance(section_values, dict):
-            problems.append(f"{prefix[:-1]} is {section_values!r}; it must be fields by name.")
+            problems.append(f"{prefix[:-1]} is {section_values!r}; it must be a mapping of fields.")
             continue
         for name in sorted(section_values.keys() - set(field_names), key=str):
             nearest = difflib.get_close_matches(str(name), field_names, 1)
@@ -277,8 +277,8 @@ def check_same_config(
     before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (shown_old, shown_new))
     diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
     raise RunExistsError(
-        f"The run {name!r} exists with another configuration or other data:\n{diff}\n(-: of the run, +: asked for"
-        " now). Nothing was changed. Give another run.name for a new run, or the run's own values to resume it."
+        f"The run {name!r} exists with another configuration or other data:\n{diff}\n(-: of the run, +: of this start)."
+        " Nothing was changed. Choose another run.name for a new run, or restore the run's values to resume it."
     )
 
 
@@ -288,8 +288,8 @@ def default_tracking_uri(config: Config) -> str:
         return uri
     if "://" in config.run.storage_path:
         raise ConfigError(
-            f"run.storage_path is {config.run.storage_path!r}, where MLflow's SQLite file cannot be, and tracking.uri"
-            " is not set. Set tracking.uri to an MLflow server (http://host:5000) or to a file of this machine"
+            f"run.storage_path is {config.run.storage_path!r}, which cannot hold MLflow's SQLite file, and tracking.uri"
+            " is not set. Set tracking.uri to an MLflow server (http://host:5000) or to a local file"
             " (sqlite:////folder/mlflow.db), or set tracking.enabled to false."
         )
     return f"sqlite:///{Path(config.run.storage_path).expanduser().resolve() / 'mlflow.db'}"

@@ -34,7 +34,7 @@ def load_class(spec: ClassSpec | str) -> Any:
         except ModuleNotFoundError as error:
             if cut == 1 or not f"{module}.".startswith(f"{error.name}."):
                 raise
-    raise ImportError(f"{path!r} names no module; an import path is such as torch.optim.AdamW")
+    raise ImportError(f"{path!r} names no module; an import path looks like torch.optim.AdamW")
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def explain_constructor(field: str, class_path: str, arguments: Iterable[str]) -
         # A TypeError says by itself that an argument is missing or unknown.
         reason = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{field} {class_path} cannot be made with {sorted(arguments)}: {reason.rstrip('.')}."
+            f"{field} {class_path} cannot be created with {sorted(arguments)}: {reason.rstrip('.')}."
         ) from error
 
 
@@ -73,7 +73,7 @@ def refuse_hiding_files() -> None:
         if is_installed(hidden) and not is_frozen and hidden.resolve() != file.resolve():
             raise ConfigError(
                 f"{file} hides the module {name} ({hidden}) from the workers, which search this folder first. Rename"
-                " the file, or start in another folder."
+                " the file, or start from another folder."
             )
 
 
@@ -95,8 +95,8 @@ class OptimizerSpec(ClassSpec):
         class_path: Import path, such as `torch.optim.AdamW`.
         init_args: Keyword arguments of the class, except the parameters.
         groups: Parameter groups with their own options. Each is a mapping that selects parameters by `names` (patterns;
-            `*` matches any text), by `norms_and_biases: true` (all parameters of at most one dimension: those of
-            normalization layers, and biases), or by both, and sets options of the optimizer, such as `lr` and
+            `*` matches any text), by `norms_and_biases: true` (all parameters of at most one dimension, in
+            normalization layers and biases), or by both, and sets options of the optimizer, such as `lr` and
             `weight_decay`. A parameter belongs to the first group that selects it. All other parameters use
             `init_args`; their learning rate is the one that is recorded. Schedules change the learning rate of each
             group. Default: no groups.

@@ -74,7 +74,7 @@ def find_empty_fields(settings: Any, prefix: str = "") -> list[str]:
     """Returns a problem for each field that is empty and must have a value."""
     kind = type(settings)
     return [
-        f"{prefix}{name} is empty; give a value, or leave the line out for the default, {getattr(kind, name)!r}."
+        f"{prefix}{name} is empty; set a value, or remove the line for the default, {getattr(kind, name)!r}."
         for name, allowed in field_types(kind).items()
         if getattr(settings, name) is None and NoneType not in allowed.types
     ]

@@ -83,7 +83,7 @@ class ScalingSection:
             machine has one), otherwise 0. A run keeps the resolved number.
         label_selector: Labels of the nodes on which workers may run (`ray start --labels zone=a`). Each label has a
             value or one of Ray's conditions, such as `in(a,b)` and `!a`. Default: any node. The evaluator and the
-            parameter servers run on these nodes, too, unless `evaluate.label_selector` and
+            parameter servers also run on these nodes, unless `evaluate.label_selector` and
             `train.server_label_selector` name others; tasks that read data run on any node.
         resize_interval_s: Minimum number of seconds between two changes by which the number of workers grows.
         standby_workers: Processes that have imported all libraries and opened their device, but do not train. Each
@@ -161,7 +161,7 @@ class DataSection:
             nodes with the workers that use them, also for later runs with the same data and task.
         cache_dir: Folder of the disk caches on every node. Default: `ray_app-UID/cache` in the temporary folder of
             the node, with the user's UID. The folder can be removed while no run uses it.
-        cache_gb: Largest size of all disk caches of a node in gigabytes (10^9 bytes). Rows beyond this size are read in
+        cache_gb: Largest size of all disk caches of a node in gigabytes (10^9 bytes). Rows above this size are read in
             every epoch.
         prefetch_windows: Shuffle windows per logical worker that are read ahead.
         read_task_mb: Largest size of the decoded rows of one read task in megabytes.
@@ -170,7 +170,7 @@ class DataSection:
             (`scaling.cpus_per_worker`).
         on_bad_row: Reaction to a training row that cannot be decoded. `fail` ends the run. `skip` continues without the
             row and lists it. A failed run continues from where it ended when it is started again with `skip`.
-        max_bad_rows: Number of skipped rows above which the run ends in spite of `skip`.
+        max_bad_rows: Number of skipped rows above which the run ends despite `skip`.
     """
 
     path: str = ""
@@ -259,12 +259,12 @@ class EvaluateSection:
     """How checkpoints are evaluated.
 
     Args:
-        where: Process that evaluates the planned checkpoints: those of `checkpoint.every_steps`, of `every_epochs` and
-            of the end. `actor`: an evaluator that runs concurrently with training and follows its checkpoints.
-            `workers`: the training workers, which pause at each planned checkpoint and evaluate it together. `auto`:
-            `workers` if they train on GPUs and `num_gpus` and `workers` are at their defaults, otherwise `actor`. With
-            a strategy that does not let workers evaluate, the actor gets a GPU if one is left by `max_workers`, or by
-            `min_workers` with `max_workers: all`. A run keeps what was resolved.
+        where: Process that evaluates the planned checkpoints: the checkpoints of `checkpoint.every_steps`, of
+            `every_epochs` and of the end. `actor`: an evaluator that runs concurrently with training and follows its
+            checkpoints. `workers`: the training workers, which pause at each planned checkpoint and evaluate it
+            together. `auto`: `workers` if they train on GPUs and `num_gpus` and `workers` are at their defaults,
+            otherwise `actor`. With a strategy that does not let workers evaluate, the actor gets a GPU if one is left
+            by `max_workers`, or by `min_workers` with `max_workers: all`. A run keeps what was resolved.
         max_pending: Largest number of checkpoints that are kept for an evaluator that lags behind. Older ones are
             removed and recorded as skipped. With 1 only the newest waits.
         patience: Planned checkpoints in a row without an improvement of `metric` after which training stops. The result
@@ -273,10 +273,10 @@ class EvaluateSection:
         min_delta: Change of `metric` that must be exceeded to count as an improvement for `patience`.
         metric: Metric that selects the best checkpoint. Default: the one that the task declares.
         mode: Whether a higher (`max`) or a lower (`min`) value of `metric` is better. Default: as the task declares.
-        batch_size: Rows of one forward pass: rows 0 to `batch_size` - 1, the next as many, and so on.
-        fixed_batches: Whether the evaluation depends on which rows are in a batch, as a loss with negatives from the
-            batch does. If so, loss and metrics are computed batch by batch, and `batch_size` cannot change during a
-            run. `true` accepts this without a warning. Default: as a few rows show before the start.
+        batch_size: Rows of one forward pass: rows 0 to `batch_size` - 1, then the next `batch_size` rows, and so on.
+        fixed_batches: Whether the evaluation depends on which rows are in a batch, for example with a loss that uses
+            negatives from the batch. If so, loss and metrics are computed batch by batch, and `batch_size` cannot
+            change during a run. `true` accepts this without a warning. Default: detected before the start.
         workers: Number of actors that evaluate a checkpoint together, each with its own reservation. The metrics are
             bit-identical for any number.
         max_rows: Largest number of rows to evaluate on. Of more rows in `data.eval_path` an equal share of each row
@@ -342,19 +342,19 @@ class TrainSection:
 
     Args:
         epochs: Passes over the training data; with `steps_per_epoch`, stretches of that many steps. A higher number
-            than at the last start continues a run, even a finished one; the result is bit-identical to that of a run
-            that had the higher number from the start. A schedule that spreads over the whole run (`OneCycleLR` without
+            than at the last start continues a run, even a finished one; the result is bit-identical to a run with the
+            higher number from the start. A schedule that depends on the total number of steps (`OneCycleLR` without
             `total_steps`) is then refused.
-        steps_per_epoch: Optimizer steps of an epoch. Default: one pass over the data. Each epoch continues with the
-            rows after those of the last one, so every row is still used once per pass.
+        steps_per_epoch: Optimizer steps of an epoch. Default: one pass over the data. Each epoch continues after the
+            rows of the last one, so every row is still used once per pass.
         max_steps: Largest number of optimizer steps, regardless of `epochs`. Default: no limit. It may be raised
             later in the same way as `epochs`.
         strategy: How workers share the model. `ddp`: every worker has a copy; the gradients are added in every step.
-            `local_sgd`: every logical worker makes `local_steps` steps by itself, then parameters and optimizer state
-            are averaged. `parameter_server`: `servers` actors hold parameters and optimizer state; workers fetch
-            parameters and send gradients without waiting for each other. `fsdp`: parameters, gradients and optimizer
-            state are sharded over the workers. `central_storage`: parameters and optimizer state are in the host memory
-            of one worker, which makes all updates. `single`: `ddp` in the calling process, without workers, so that
+            `local_sgd`: every logical worker makes `local_steps` steps alone, then parameters and optimizer state are
+            averaged. `parameter_server`: `servers` actors hold parameters and optimizer state; workers fetch parameters
+            and send gradients without waiting for each other. `fsdp`: parameters, gradients and optimizer state are
+            sharded over the workers. `central_storage`: parameters and optimizer state are in the host memory of one
+            worker, which makes all updates. `single`: `ddp` in the calling process, without workers, so that
             breakpoints work.
         local_steps: Steps between two averages with `local_sgd` (H).
         outer_lr: Factor of the averaged change of the parameters with `local_sgd`; 1 is the average itself.
@@ -374,18 +374,18 @@ class TrainSection:
         reduction: `exact`: the gradients of the logical workers are added in one fixed order, so that the result is
             bit-identical on any number of workers. `overlapped`: the network adds them during backward; rows and
             weights are the same, but the result is not bit-identical.
-        reducer: Import path of a class of yours that adds the gradients in place of `reduction`, see the page on
-            strategies. With `reduction: exact` kernels stay deterministic, and the class has to add so that the result
-            does not depend on the number of workers. Default: the application's own.
-        backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and where workers
-            share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, where NCCL does not work.
+        reducer: Import path of your class that adds the gradients instead of `reduction`, see the page on strategies.
+            With `reduction: exact`, kernels stay deterministic, and the class must add the gradients independently of
+            the number of workers. Default: the application's reducers.
+        backend: Communication backend of the gradients. `auto`: NCCL between GPUs; gloo between CPUs, and if workers
+            share a GPU, which NCCL refuses. `gloo`: always gloo, through host memory, if NCCL does not work.
         bucket_mb: Size of the gradient buckets in mebibytes, which are reduced while backward runs, as in DDP's
-            `bucket_cap_mb`. Default: 64 where GPUs add them, the first one 8; 8 where the host does.
+            `bucket_cap_mb`. Default: 64 if GPUs add them (the first one 8), 8 if the host does.
         precision: `fp32`, or autocast of forward and loss to `bf16` or `fp16` (parameters and gradients stay fp32).
             With `fp16` the loss is scaled by a power of two that is adapted during training and stored in checkpoints.
         grad_clip_norm: Largest global L2 norm of the gradient. Default: no clipping.
         ema_decay: Decay of an exponential moving average of the parameters, such as 0.999. The average is evaluated,
-            returned and registered. Default: the parameters themselves are.
+            returned and registered. Default: the parameters themselves are used.
         freeze: Names of parameters that are not trained; `*` matches any text (`features.*`). Batch-norm layers
             keep their statistics if all their parameters are frozen.
         compile: Compiles the model with `torch.compile`. This needs a C++ compiler on the nodes of the workers, and

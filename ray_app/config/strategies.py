@@ -89,7 +89,7 @@ class StrategyTraits:
         return self.in_process_form_of is None
 
 
-_FP16_SCALES = RefusedValue("train.precision", "fp16", "whose workers would need a loss scale each; use bf16.")
+_FP16_SCALES = RefusedValue("train.precision", "fp16", "whose workers would each need a loss scale; use bf16.")
 _DDP = StrategyTraits(
     train_fields=frozenset({"backend", "bucket_mb", "profile_steps", "reducer"}),
     can_move_shares=True,
@@ -118,11 +118,11 @@ STRATEGIES: dict[str, StrategyTraits] = {
         train_fields=frozenset({"servers", "staleness"}),
         refused_values=(
             _FP16_SCALES,
-            RefusedValue("evaluate.where", "workers", "whose workers never meet; set it to actor."),
+            RefusedValue("evaluate.where", "workers", "whose workers never synchronize; use actor."),
             RefusedValue(
                 "data.on_bad_row",
                 "skip",
-                "whose workers do not know how many rows of a step the others skip; set it to fail.",
+                "whose workers do not know how many rows the others skip; use fail.",
             ),
         ),
         can_share_gpus=True,
@@ -131,8 +131,8 @@ STRATEGIES: dict[str, StrategyTraits] = {
     "fsdp": StrategyTraits(
         train_fields=frozenset({"cpu_offload", "peer_replica", "profile_steps"}),
         refused_values=(
-            RefusedValue("train.precision", "fp16", "where bf16 needs no scale; use bf16."),
-            RefusedValue("evaluate.where", "workers", "where no worker has a whole model; use actor."),
+            RefusedValue("train.precision", "fp16", "but bf16 needs no loss scale; use bf16."),
+            RefusedValue("evaluate.where", "workers", "but no worker has a whole model; use actor."),
         ),
         keeps_parameter_groups=True,
         fills_missing_gradients=True,

@@ -83,11 +83,11 @@ def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None
     """
     encoding = locale.getencoding()
     if encoding.lower() not in ("utf-8", "utf8") and not sys.flags.utf8_mode:
-        raise ConfigError(f"Texts are read as {encoding} here (LANG, LC_ALL), and a run needs UTF-8: set PYTHONUTF8=1.")
+        raise ConfigError(f"Text is read as {encoding} here (LANG, LC_ALL), but a run needs UTF-8: set PYTHONUTF8=1.")
     for name, value in variables.items():
         # Ray crashes, or raises an error without the name.
         if _RAY_NUMBER.fullmatch(name) and not _NUMBER.fullmatch(value):
-            raise ConfigError(f"{name} is {value!r}; Ray needs a number. Set it to one, or unset it.")
+            raise ConfigError(f"{name} is {value!r}; Ray needs a number. Correct or unset {name}.")
     if not on_this_machine:
         return
     interfaces = psutil.net_if_addrs()
@@ -95,21 +95,21 @@ def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None
     for name in filter(None, variables.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in interfaces:
             raise ConfigError(
-                f"GLOO_SOCKET_IFNAME names {name!r}, and this machine has {', '.join(interfaces)}. Unset it: by default"
-                " process groups use the interface of the node's address."
+                f"GLOO_SOCKET_IFNAME names {name!r}, but this machine has {', '.join(interfaces)}. Unset the variable:"
+                " by default, process groups use the interface of the node's address."
             )
     hook = variables.get("RAY_RUNTIME_ENV_HOOK", "")
     if hook and not _has_module(hook.partition(".")[0]):
         raise ConfigError(
-            f"RAY_RUNTIME_ENV_HOOK is {hook!r}, which Ray calls at the start and which cannot be imported here. Unset"
-            " it, or install its package."
+            f"RAY_RUNTIME_ENV_HOOK is {hook!r}, which Ray calls at the start, but it cannot be imported here. Unset the"
+            " variable, or install the hook's package."
         )
     name = "RAY_TMPDIR" if "RAY_TMPDIR" in variables else "TMPDIR"
     folder = Path(variables.get(name) or "/tmp")
     if (why := why_not_writable(folder.absolute())) is not None:
         raise ConfigError(
-            f"{name} is {str(folder)!r}, where Ray cannot write: {why}. Set it to a folder with a short path that you"
-            " may write to, or unset it."
+            f"{name} is {str(folder)!r}, but Ray cannot write there: {why}. Set {name} to a writable folder with a"
+            " short path, or unset it."
         )
 
 
@@ -154,7 +154,7 @@ def describe_overridden(fields: Mapping[str, Any], variables: Mapping[str, str])
     """Returns a line for each variable that the configuration overrides; `fields` are by dotted names."""
     pairs = (("run.ray_address", "RAY_ADDRESS"), ("tracking.uri", _URI), ("tracking.experiment", _EXPERIMENT))
     return [
-        f"{field} is {fields[field]}, so {name} ({variables[name]}) is not used."
+        f"{field} is {fields[field]}, which overrides {name} ({variables[name]})."
         for field, name in pairs
         if fields[field] and absolute_uri(variables.get(name) or fields[field]) != absolute_uri(fields[field])
     ]

@@ -94,10 +94,10 @@ def describe_other_columns(schema: pa.Schema, reference: pa.Schema) -> str:
     if schema.names == reference.names and one == two:
         return ""
     others = [f"{name!r} is missing" for name in two if name not in one]
-    others += [f"{name!r} is not in the others" for name in one if name not in two]
+    others += [f"{name!r} is missing in the others" for name in one if name not in two]
     for name in [name for name in one if one[name] != two.get(name, one[name])]:
         (kind, _), (other, _) = one[name], two[name]
-        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has numbers of other ids")
+        others.append(f"{name!r} is {kind}, not {other}" if kind != other else f"{name!r} has the numbers of other ids")
     return ", ".join(others[:_MAX_NAMED]) or f"their order is {schema.names}, not {reference.names}"
 
 

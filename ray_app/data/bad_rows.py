@@ -38,7 +38,7 @@ def decode_all(decode: Decode, rows: dict[str, Any], count: int, fields: dict[st
     actual = {name: (len(values), spec_of_values(values)) for name, values in decoded.items()}
     expected = {name: (count, spec) for name, spec in fields.items()}
     if actual != expected:
-        raise ValueError(f"it decodes to {actual}, other rows to {expected}")
+        raise ValueError(f"the row decodes to {actual}, other rows to {expected}")
     return {name: decoded[name] for name in fields}
 
 
@@ -99,7 +99,7 @@ def read_reasons(table: pa.Table, positions: npt.NDArray[np.int64]) -> dict[int,
 
 
 _REASON = "column {!r} has {}; fill it or drop the row before training"
-_NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside its value"
+_NO_VALUE, _MISSING_INSIDE = "no value", "a missing value inside a list"
 
 
 def find_missing_values(table: pa.Table, columns: Iterable[str] = ()) -> dict[int, str]:

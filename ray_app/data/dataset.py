@@ -126,8 +126,8 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
         kind = values.type
         if values.null_count or not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind)):
             raise DataError(
-                f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes are"
-                f" integers or text without missing values. Name another column ({fields}), or convert it."
+                f"Column {column!r} of {root} holds {kind} with {values.null_count} missing values; classes must"
+                f" be integers or text without missing values. Name another column ({fields}), or convert it."
             )
         return values.to_numpy()
 
@@ -241,9 +241,7 @@ def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
     footers = read_footers(root, files, None if is_file else load_footers(root))
     manifest = footers.manifest
     if not manifest.num_rows:
-        raise DataError(
-            f"data path {path!r} holds {len(files)} Parquet files but not one row; there is nothing to train on."
-        )
+        raise DataError(f"data path {path!r} holds {len(files)} Parquet files, but no row to train on.")
     unlisted = () if is_file else find_unlisted(root, manifest.paths, description)
     numbering = _number_files(root, footers, description, classes)
     if unlisted:
@@ -260,8 +258,8 @@ def _read_finished_description(path: str, root: Location) -> dict[str, Any]:
     description = read_description(root)
     if description is None and find_file(root / UNFINISHED_MARKER):
         raise DataError(
-            f"data path {path!r} is being written by an ingest, or one was interrupted there. Wait for it, or start the"
-            " same ray-app ingest again: it does what is left."
+            f"data path {path!r} is being written by an ingest, or an ingest was interrupted there. Wait for it, or"
+            " start the same ray-app ingest again to continue."
         )
     return description or {}
 
@@ -281,9 +279,9 @@ def find_unlisted(root: Location, paths: Sequence[str], description: Mapping[str
     listed = [shard["path"] for shard in description.get("shards", ())]
     if missing := sorted(set(listed) - set(paths)):
         raise DataError(
-            f"{root / missing[0]} is missing: {DESCRIPTION} lists {len(listed)} shards, and {len(missing)} of them are"
-            f" gone. Restore them; or, if their rows are not to count, remove {root / DESCRIPTION}: each shard has the"
-            " names of its classes itself."
+            f"{root / missing[0]} is missing: {DESCRIPTION} lists {len(listed)} shards, but {len(missing)} of them are"
+            f" missing. Restore them; or, to train without their rows, remove {root / DESCRIPTION}: each shard also"
+            " stores the names of its classes."
         )
     return tuple(sorted(set(paths) - set(listed))) if listed else ()
 
@@ -292,8 +290,8 @@ def describe_unlisted(path: str, unlisted: Sequence[str]) -> str:
     """Returns a note on the files of `find_unlisted`."""
     others = f"{unlisted[0]} and {len(unlisted) - 1} more files" if len(unlisted) > 1 else f"the file {unlisted[0]}"
     return (
-        f"{path}: {DESCRIPTION} does not list {others}; these rows count, too. Their classes agree by name where the"
-        " file has the names, otherwise by number. ray-app ingest --append true adds rows and lists them."
+        f"{path}: {DESCRIPTION} does not list {others}, but their rows are used. Their classes are matched by name if"
+        " the file has names, otherwise by number. Add rows with ray-app ingest --append true, which lists the files."
     )
 
 
@@ -334,9 +332,9 @@ def _number_files(
     file, text = next(pair for pair in zip(footers.paths, footers.classes, strict=True) if pair[1] in bad)
     raise DataError(
         f"{root / file} has the classes {join_names(stored[text])}; the data set has"
-        f" {join_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes agree"
-        f" by name{', those of masks by number, too' * ('mask' in footers.schema.names)}. Correct the labels and ingest"
-        " the file again, or add its rows by ray-app ingest --append true --new_classes true."
+        f" {join_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes are"
+        f" matched by name{', and classes of masks also by number' * ('mask' in footers.schema.names)}. Correct the"
+        " labels and ingest the file again, or add its rows with ray-app ingest --append true --new_classes true."
     )
 
 
@@ -374,16 +372,16 @@ def read_description(root: Location) -> dict[str, Any] | None:
     if description is None:
         old = root / DESCRIPTION.removeprefix("_")
         if find_file(old) and "format_version" in (read_json(old) or {}):
-            raise DataError(f"{old} is of an earlier version of ray_app. Rename it to {DESCRIPTION}.")
+            raise DataError(f"{old} was written by an earlier version of ray_app. Rename it to {DESCRIPTION}.")
         return None
     if not isinstance(description, dict):
-        content = f"it should hold fields by name, it holds {type(description).__name__}"
+        content = f"it must contain a mapping, but contains a {type(description).__name__}"
         raise DataError(f"{file} is damaged, {content}. Restore it, or {advice}.")
     version = description.get("format_version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise DataError(
-            f"{file} is of format version {version}; this version of ray_app ({__version__}) reads {FORMAT_VERSION}."
-            f" Use the version that wrote it, or {advice}."
+            f"{file} has format version {version}; this version of ray_app ({__version__}) reads {FORMAT_VERSION}. Use"
+            f" the version that wrote it, or {advice}."
         )
     return description
 

@@ -77,7 +77,7 @@ def cached_fetch(fetch: Fetch, source: RowSource, settings: str, folder: str | N
     try:
         return open_cache(source, settings, folder, limit_gb).around(fetch)
     except OSError as error:
-        logger.warning("There is no disk cache on this node, the data is read in every epoch: %s", error)
+        logger.warning("This node has no disk cache, so the data is read in every epoch: %s", error)
         return fetch
 
 
@@ -100,7 +100,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / "lock"):
         cache.mkdir(exist_ok=True, mode=0o700)
-        check_owner(cache, "give data.cache_dir a folder of your own")
+        check_owner(cache, "set data.cache_dir to a folder that belongs to you")
         index = os.open(cache / INDEX, os.O_RDWR | os.O_CREAT, 0o600)
         rows = os.open(cache / ROWS, os.O_RDWR | os.O_CREAT, 0o600)
         num_rows = source.manifest.num_rows
@@ -118,7 +118,7 @@ def open_cache(source: RowSource, settings: str, folder: str | None, limit_gb: f
     capacity = os.fstat(rows).st_size // row_bytes
     if capacity < num_rows:
         logger.warning(
-            "The disk cache %s has room for about %d of %d rows within data.cache_gb = %g; the others are read in every"
+            "The disk cache %s holds about %d of %d rows within data.cache_gb = %g; the other rows are read in every"
             " epoch.",
             cache,
             capacity,
@@ -216,7 +216,7 @@ def _code_digests(decode: Decode) -> list[str]:
             file = inspect.getsourcefile(part)
         except TypeError as error:
             raise OSError(
-                f"there is no source file of {part}, which decodes, so a change of it would not be seen"
+                f"{part}, which decodes, has no source file, so a change of it would not be noticed"
             ) from error
         digests.append(_digest([Path(file or "")]))
     return digests
@@ -290,7 +290,7 @@ class DiskCache:
             tables = [table for span in spec for table in self._read_span(span)]
             check_positions(pa.concat_tables(tables), _positions(spec))
         except OSError as error:
-            logger.warning("The disk cache %s cannot be read, reading the data itself: %s", self._folder, error)
+            logger.warning("The disk cache %s cannot be read, so the data is read directly: %s", self._folder, error)
         except (ValueError, IndexError, pa.ArrowException, DataError):
             for span in spec:
                 os.pwrite(self._index, bytes(8 * span.rows), 8 * (span.position + 1))
@@ -325,7 +325,7 @@ class DiskCache:
             leave_free = 2 * max(0.0, 1 - float(os.environ.get(_RAY_THRESHOLD, "0.95")))
             if usage.free - table.nbytes < leave_free * usage.total:
                 raise OSError(
-                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, and {leave_free:.0%} of the disk must stay so"
+                    errno.ENOSPC, f"{usage.free / 1e9:.1f} GB are free, but {leave_free:.0%} of the disk must stay free"
                 )
             done = 0
             for span in spec:
@@ -338,7 +338,7 @@ class DiskCache:
         except OSError as error:
             self._is_full = True
             logger.warning(
-                "The disk cache %s takes no more rows, they are read in every epoch: %s", self._folder, error
+                "The disk cache %s accepts no more rows, so they are read in every epoch: %s", self._folder, error
             )
 
     def _append(self, position: int, table: pa.Table) -> None:
@@ -358,7 +358,7 @@ class DiskCache:
         try:
             first = max(_HEADER_BYTES, int.from_bytes(os.pread(self._index, 8, 0), "little"))
             if first + size > os.fstat(self._rows).st_size:
-                raise OSError(errno.ENOSPC, "there is no room for more within data.cache_gb")
+                raise OSError(errno.ENOSPC, "the rows do not fit into data.cache_gb")
             os.pwrite(self._index, (first + size).to_bytes(8, "little"), 0)
         finally:
             fcntl.flock(self._rows, fcntl.LOCK_UN)

@@ -56,7 +56,7 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, put_atomic, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
-_ADVICE = "It cannot be read as Parquet; restore it or ingest the data again."
+_ADVICE = "The file cannot be read as Parquet; restore it or ingest the data again."
 _MAX_OPEN = 4
 """Maximum number of open files of a data set."""
 _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
@@ -142,7 +142,7 @@ class DataFile:
         if unknown := [name for name in columns if name not in stored and name not in self._values]:
             raise DataError(
                 f"{self._location} has no column {unknown[0]!r}; its columns are"
-                f" {', '.join(sorted(self.schema.names))}. The file was changed since the start: restore it or ingest"
+                f" {', '.join(sorted(self.schema.names))}. The file has changed since the start: restore it or ingest"
                 " the data again."
             )
         return list(stored)
@@ -163,7 +163,7 @@ class DataFile:
                 table = table.append_column(field, pa.repeat(pa.scalar(self._values[name], field.type), table.num_rows))
             elif (row := self._first_mismatch(table.column(name), self._texts[name])) is not None:
                 value = table.column(name)[row].as_py()
-                reason = f"column {name!r} is {value!r}, but the folder says {self._texts[name]!r}; correct one of them"
+                reason = f"column {name!r} is {value!r}, but the folder's name has {self._texts[name]!r}; correct one"
                 raise BadRowError(self._path, index, first + row, reason)
         kept = self._kept_rows(index, first, table.num_rows)
         return table if kept is None else table.filter(pa.array(kept))
@@ -240,9 +240,7 @@ class _FooterChecker:
                 assert process.stderr is not None
                 message, code = process.stderr.read().decode(errors="replace"), process.wait()
                 if code > 0:
-                    raise RuntimeError(
-                        f"The process that looks at Parquet footers first ended with exit code {code}: {message}"
-                    )
+                    raise RuntimeError(f"The process that tries Parquet footers ended with exit code {code}: {message}")
                 # With exit code 0 the process ended itself just before, because no footer had arrived.
                 if code and suspect == survived:
                     return survived, message
@@ -294,10 +292,10 @@ def check_footers(files: Sequence[Location], tails: Sequence[bytes]) -> None:
     reason = message.rpartition("what():")[2].strip().rstrip(".") or "the Parquet library aborts"
     if "decrypt" in reason.lower():
         raise DataError(
-            f"{files[index]} has encrypted columns, so it cannot be read ({reason}). Write it again without encryption."
+            f"{files[index]} has encrypted columns, so it cannot be read ({reason}). Write it without encryption."
         )
     raise DataError(
-        f"{files[index]} has a footer that contradicts itself, so it cannot be read ({reason}). Write it again."
+        f"{files[index]} has a footer that contradicts itself, so it cannot be read ({reason}). Write the file again."
     )
 
 
@@ -423,8 +421,8 @@ def read_footers(
         columns, kept = _SharedColumns(_schema_of(files[0]), files[0]), None
     if repeated := sorted(name for name, times in Counter(plain_schema(columns.schema).names).items() if times > 1):
         raise DataError(
-            f"{files[0]} has several columns of the name {repeated[0]!r}; a name stands for one column. Rename or drop"
-            " one, and write the file again."
+            f"{files[0]} has several columns of the name {repeated[0]!r}; each column needs its own name. Rename or"
+            " drop one, and write the file again."
         )
     unread = [i for i, path in enumerate(paths) if path not in table_row]
     threads = _DISK_THREADS if isinstance(root, Path) else CONNECTIONS
@@ -463,7 +461,7 @@ class _SharedColumns:
         if others := describe_other_columns(schema(), self.schema):
             raise DataError(
                 f"{file} has other columns than {self._example}: {others}. A data set has one schema. Move the files"
-                " apart or ingest again."
+                " into separate folders, or ingest again."
             )
         index_of = {path: i for i, (path, _) in enumerate(layout[1])}
         indices = [index_of.get(name) for name in self.leaves]
@@ -511,7 +509,7 @@ def _schema_of(file: Location) -> pa.Schema:
 
 
 def _as_parquet(file: Location) -> Any:
-    return parser_errors(file, "It cannot be read as Parquet; remove it or ingest the data again.")
+    return parser_errors(file, "The file cannot be read as Parquet; remove it or ingest the data again.")
 
 
 def _tail(file: Location) -> bytes:

@@ -176,8 +176,8 @@ def _parse(field: pa.Field, metadata: bytes) -> Any:
     except ValueError as error:
         # Some versions of Ray Data pickled it, and nothing is unpickled.
         raise DataError(
-            f"column {field.name!r} holds tensors of which no JSON says the shape. Write it again by Ray 2.55 or later,"
-            " or as lists of numbers."
+            f"column {field.name!r} holds tensors without their shape as JSON. Write the column again with Ray 2.55 or"
+            " later, or as lists of numbers."
         ) from error
 
 
@@ -187,7 +187,7 @@ def _to_fixed_lists(name: str, rows: pa.Array, shape: list[int], permutation: li
     try:
         rows = rows.cast(pa.list_(rows.type.value_type, size))
     except pa.ArrowInvalid as error:
-        raise DataError(f"column {name!r} holds tensors of shape {shape}: {error}. Write it again.") from error
+        raise DataError(f"column {name!r} holds tensors of shape {shape}: {error}. Write the column again.") from error
     values = rows.values.slice(rows.offset * size, len(rows) * size)
     if permutation and permutation != sorted(permutation):
         stored = values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)

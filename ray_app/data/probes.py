@@ -103,7 +103,7 @@ def put_rows(file: Location, rows: Arrays) -> None:
 
 def read_stored_rows(file: Location) -> Arrays:
     """Returns the decoded rows in a file of `put_rows`."""
-    with parser_errors(file, "It cannot be read as Parquet."):
+    with parser_errors(file, "The file cannot be read as Parquet."):
         return table_to_rows(pq.read_table(pa.BufferReader(file.read_bytes())))
 
 
@@ -196,7 +196,7 @@ def find_longest_row(
         first = 0
         try:
             with (
-                parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet."),
+                parser_errors(to_location(dataset.root) / path, "The file cannot be read as Parquet."),
                 DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
             ):
                 index = int(manifest.index_in_file[group])
@@ -207,7 +207,7 @@ def find_longest_row(
                     if not has_warned and lengths.max() > max_length:
                         has_warned = True
                         logger.warning(
-                            "A row of %d numbers is not tried before the start, nor are others of more than %d.",
+                            "A row of %d numbers is not tried before the start, nor is any other row of more than %d.",
                             lengths.max(),
                             max_length,
                         )
@@ -218,12 +218,10 @@ def find_longest_row(
                         longest_row = make_span(manifest, group, first + row, 1)
                     first += rows.num_rows
                     if time.monotonic() > until_s:
-                        logger.info(
-                            "The longest row is the longest of those that could be looked at in %g s.", within_s
-                        )
+                        logger.info("The longest row is the longest one that was read within %g s.", within_s)
                         return longest_row
         except DataError as error:
-            logger.info("The longest row is not looked for any further: %s", error)
+            logger.info("The search for the longest row ends: %s", error)
             return longest_row
     return longest_row
 

@@ -56,7 +56,7 @@ _NO_RETRIES = {"max_retries": 0}
 """Option of Ray tasks: this module retries them, because it distinguishes a lost process from a lost node."""
 _MAX_IN_FLIGHT = 16
 """Number of read tasks that run one by one after a process has died: any of those that ran then may be the cause."""
-_LOST = "A read task was lost (%s); the rest is read by others."
+_LOST = "A read task was lost (%s); other tasks read the rest."
 _LOG_LEVELS = {"ray.data": logging.WARNING, "ray.data._internal.progress": logging.ERROR}
 """Levels of Ray Data's loggers; the second one warns that no progress bars are shown."""
 
@@ -106,12 +106,12 @@ class DeathCounter:
 
 def process_died_error(activity: str, error: BaseException | None = None) -> ProcessDiedError:
     """Returns the error that ends a run after a process died too often."""
-    cause = "without a Python error: a fault or an abort in a library, or the kernel for want of memory"
+    cause = "without a Python error: a fault or an abort in a library, or the kernel's out-of-memory killer"
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        cause = "for want of memory"
+        cause = "because memory was short"
     return ProcessDiedError(
-        f"A process died {MAX_DEATHS} times {activity} ({cause}). Look at these rows, take them out or write them anew;"
-        " if they are sound and large, lower data.read_task_mb, or give the node more memory."
+        f"A process died {MAX_DEATHS} times {activity} ({cause}). Check these rows, and remove or rewrite them; if they"
+        " are intact but large, lower data.read_task_mb, or give the node more memory."
     )
 
 
@@ -363,7 +363,7 @@ def start_shared_actors() -> None:
         ray.data.range(1, override_num_blocks=1).take_all()
     except Exception as error:
         # Then the first worker that reads creates them.
-        logger.warning("Ray Data's shared actors could not be made here: %s", error)
+        logger.warning("Ray Data's shared actors could not be created here: %s", error)
     finally:
         # This may be the process of the user's notebook; its settings must stay.
         DataContext._set_current(saved_context)
@@ -427,7 +427,7 @@ class MemoryCacheHandle:
             raise unwrap_app_error(error) from error
         except ray.exceptions.ActorDiedError as error:
             raise process_died_error(
-                "while it decoded the data set for data.cache: memory, which may need more memory than there is", error
+                "while it decoded the data set for data.cache: memory, which may need more memory than available", error
             ) from error
 
     def end(self) -> None:

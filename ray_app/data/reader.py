@@ -371,8 +371,8 @@ def check_positions(table: pa.Table, expected: npt.NDArray[np.int64]) -> None:
     positions = fixed_array(table.column(POSITION), ArraySpec("<i8", ()))
     if not np.array_equal(positions, expected):
         raise DataError(
-            f"A read task delivered {len(positions)} rows from position {positions[:1]} where {len(expected)} from"
-            f" {expected[:1]} were planned; stopping, because rows would be lost or doubled. Please report this."
+            f"A read task delivered {len(positions)} rows from position {positions[:1]} instead of {len(expected)} from"
+            f" {expected[:1]}; stopping, because rows would be lost or repeated. Please report this."
         )
 
 
@@ -494,8 +494,8 @@ def read_with_retries(file: Location, read: Callable[[], T]) -> T:
 
     def to_error(error: Exception) -> DataError:
         if isinstance(error, OSError) and error.errno in _LASTING_ERRORS:
-            return DataError(f"{file} is gone or may not be read: {error}. Restore it, or allow it.")
-        return to_read_error(file, error, "It cannot be read as Parquet; restore it or ingest the data again.")
+            return DataError(f"{file} is missing or not readable: {error}. Restore the file, or allow reading it.")
+        return to_read_error(file, error, "The file cannot be read as Parquet; restore it or ingest the data again.")
 
     def raise_if_lasting(error: Exception) -> None:
         failure = to_error(error)

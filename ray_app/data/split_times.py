@@ -79,11 +79,11 @@ def find_first_eval_time(
     if not len(times):
         raise DataError(
             f"split_by {name!r} has no value in any row that is a date, a time or a number. Name another"
-            " column, or ingest without --on_bad_row skip to see the first of these rows."
+            " column, or ingest without --on_bad_row skip to see the first such row."
         )
     if len(times) < 2:
         raise DataError(
-            f"split_by {name!r} has one value in all rows; rows of one value stay together. Name another column."
+            f"split_by {name!r} has the same value in all rows, and such rows stay together. Name another column."
         )
     return times[find_cut(rows, fraction * rows.sum())].item()
 

@@ -89,14 +89,12 @@ def find_difference(undisturbed: Trace, disturbed: Trace) -> str | None:
         if undisturbed_step is None or disturbed_step is None:
             return f"step {step} is recorded in only one of the runs"
         if undisturbed_step[1:] != disturbed_step[1:]:
-            return f"from step {step} on it saw other rows"
+            return f"from step {step} on, the rows differ"
         if undisturbed_step[0] != disturbed_step[0]:
-            return f"from step {step} on its losses are others, on the same rows"
+            return f"from step {step} on, the losses differ on the same rows"
     if undisturbed.rows != disturbed.rows:
-        return f"it consumed {disturbed.rows:,} rows instead of {undisturbed.rows:,}"
-    return (
-        None if undisturbed.digest == disturbed.digest else "its parameters are others, after the same rows and losses"
-    )
+        return f"the run used {disturbed.rows:,} rows instead of {undisturbed.rows:,}"
+    return None if undisturbed.digest == disturbed.digest else "the parameters differ after the same rows and losses"
 
 
 def find_missing_evidence(scenario: Scenario, run: ScenarioResult) -> list[str]:
@@ -104,7 +102,7 @@ def find_missing_evidence(scenario: Scenario, run: ScenarioResult) -> list[str]:
     if "trouble" in run.evidence:
         return [str(run.evidence["trouble"]["error"])]
     absent = [name for name in scenario.expected if name not in run.evidence]
-    return [f"there is no evidence {name!r}" for name in absent] if absent else scenario.confirm(run)
+    return [f"the evidence {name!r} is missing" for name in absent] if absent else scenario.confirm(run)
 
 
 def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace) -> tuple[Outcome, str | None]:
@@ -113,7 +111,7 @@ def assess_scenario(scenario: Scenario, run: ScenarioResult, undisturbed: Trace)
         return "failed", f"the run ended as {run.summary['status']}"
     absences = find_missing_evidence(scenario, run)
     if absences:
-        return "failed", "it did not happen: " + "; ".join(absences)
+        return "failed", "the fault did not happen: " + "; ".join(absences)
     deviation = find_difference(undisturbed, read_trace(run.paths, run.summary))
     return ("different", deviation) if deviation else ("equal", None)
 

@@ -182,7 +182,7 @@ def _wait_until(nodes: list[str], alive: bool) -> None:
     while any((node in _alive_nodes()) is not alive for node in nodes):
         if time.monotonic() > deadline:
             state = "alive" if alive else "dead"
-            raise TimeoutError(f"Ray does not say within {_NODE_TIMEOUT_S:g} s that the nodes {nodes} are {state}.")
+            raise TimeoutError(f"Ray did not report within {_NODE_TIMEOUT_S:g} s that the nodes {nodes} are {state}.")
         time.sleep(0.1)
 
 
@@ -203,7 +203,7 @@ class LocalCluster:
     def __init__(self, workers: int = 1) -> None:
         if ray.is_initialized():
             raise ConfigError(
-                "This process is connected to a Ray cluster already; leave that with ray.shutdown() or"
+                "This process is connected to a Ray cluster already; leave it with ray.shutdown() or"
                 " LocalCluster.close()."
             )
         self._stack = ExitStack()
@@ -254,8 +254,8 @@ def kill_worker(training: Training, rank: int) -> Worker:
     victim = next((worker for worker in workers if worker.rank == rank), None)
     if victim is None:
         raise ValueError(
-            f"No worker of rank {rank} trains now; those that do: {workers}. training.watch(workers=...) waits for"
-            f" them."
+            f"No worker of rank {rank} trains now; the training ranks are {workers}. training.watch(workers=...) waits"
+            " for them."
         )
     on_its_node = NodeAffinitySchedulingStrategy(victim.node, soft=False)
     kill = ray.remote(lambda pid: os.kill(pid, signal.SIGKILL))

@@ -46,17 +46,17 @@ def flip(context: ScenarioContext) -> Scenario | str:
     """A bit of an activation of a worker is another one; all shares are computed twice."""
     train = context.config.train
     if context.workers < 2:
-        return "there is no other worker to compute again what one has computed"
+        return "no other worker can recompute a share"
     if not train.strategy_traits.can_move_shares or train.reduction != "exact":
         allowed = list_strategies(lambda traits: traits.can_move_shares)
-        return f"shares are computed again with {allowed} and train.reduction exact only"
+        return f"shares can be recomputed only with {allowed} and train.reduction exact"
     step, rank = context.choose_step(), context.choose_rank()
     bit = Flip(context.evidence, "flipped", "activation", rank, step)
     hooks = Hooks(after_step=context.delayed(step, bit), built=bit.built)
 
     def confirm(run: ScenarioResult) -> list[str]:
         ranks = [e.details["rank"] for e in run.events("sdc_detected")]
-        return unmet((ranks == [rank], f"rank {rank} computed wrongly once, found corrupt were: {ranks or 'none'}"))
+        return unmet((ranks == [rank], f"rank {rank} computed wrongly once, corrupt were: {ranks or 'none'}"))
 
     return Scenario([step], ["flipped"], confirm, Faults(train=hooks), changes={"failure__sdc_check_rate": 1.0})
 
@@ -129,7 +129,7 @@ def memory(context: ScenarioContext) -> Scenario | str:
     def confirm(run: ScenarioResult) -> list[str]:
         entry = run.evidence["limited"]
         kills = _run_on_node(entry["node"], count_oom_kills, entry["group"])
-        message = f"the kernel counts {kills} processes that it ended for their memory"
+        message = f"the kernel counts {kills} processes that it killed for their memory"
         return unmet((kills == 1, message)) + confirm_deaths(["limited"])(run)
 
     hooks = Hooks(after_step=context.delayed(step, ExceedMemoryLimit(evidence, step, context.choose_rank())))
@@ -144,7 +144,7 @@ def _find_obstacle(context: ScenarioContext) -> str | None:
         obstacles = (_run_on_node(node["NodeID"], find_cgroup_obstacle) for node in ray.nodes() if node["Alive"])
         return next(filter(None, obstacles), None)
     except ray.exceptions.RayError as error:
-        return f"a node does not say whether control groups can be made there: {type(error).__name__}"
+        return f"a node does not report whether control groups can be created there: {type(error).__name__}"
 
 
 def _run_on_node(node: str, work: Callable[..., Any], *arguments: str) -> Any:
@@ -175,7 +175,7 @@ class ExceedMemoryLimit:
 def exceed_limit() -> None:
     """Allocates and writes more memory than the limit, so that the kernel kills this process."""
     chunks = [b"\1" * _CHUNK_BYTES for _ in range(_CHUNKS)]
-    raise RuntimeError(f"{len(chunks) * _CHUNK_BYTES} bytes are allocated in spite of a limit of {MEMORY_LIMIT_BYTES}")
+    raise RuntimeError(f"{len(chunks) * _CHUNK_BYTES} bytes are allocated despite a limit of {MEMORY_LIMIT_BYTES}")
 
 
 def find_cgroup_obstacle() -> str | None:
@@ -191,7 +191,7 @@ def find_cgroup_obstacle() -> str | None:
         finally:
             remove_cgroup(str(group))
     except OSError as error:
-        return f"no control group with a limit of memory can be made here: {error}"
+        return f"no control group with a memory limit can be created here: {error}"
     return None
 
 
@@ -208,7 +208,7 @@ def make_cgroup() -> Path:
         files = [group / name for name in _LIMIT_FILES if (group / name).exists()]
         try:
             if not {"memory.limit_in_bytes", "memory.max"} & {file.name for file in files}:
-                raise OSError(f"groups in {parent} have no limit of memory")
+                raise OSError(f"groups in {parent} have no memory limit")
             for file in files:
                 file.write_text(str(_LIMIT_FILES[file.name]))
             return group

@@ -169,11 +169,11 @@ class CutConnections:
 def _find_obstacle(context: ScenarioContext) -> str | None:
     """Returns why the run has no connections that can be cut; None if it has."""
     if context.workers < 2:
-        return "one worker has no connection to another"
+        return "a single worker has no connection to another"
     if context.config.train.strategy_traits.has_servers:
         return "workers of parameter servers have no connections to each other"
     if context.config.scaling.worker_gpus:
-        return "what NCCL sends within a machine goes through no connection that could be cut"
+        return "NCCL uses no connection within a machine that could be cut"
     return None
 
 
@@ -201,7 +201,7 @@ def _make_scenario(
         return unmet(
             (has_others, "no connection to another worker was cut"),
             (not restores or entry["rendezvous_connections"], "no connection to the rendezvous was cut"),
-            (sum(dropped_packets["dropped_packets"]) > 0, "nothing was thrown away"),
+            (sum(dropped_packets["dropped_packets"]) > 0, "no packet was dropped"),
         ) + confirm(run, step)
 
     hooks = Hooks(after_step=context.delayed(step, cut), at=cut.forming)
@@ -215,8 +215,8 @@ def partition(context: ScenarioContext) -> Scenario | str:
         remaining = run.evidence["continued"]["workers"]
         is_back = is_gone(run.evidence["cut"]) is not False or run.sizes[-1] > remaining
         return unmet(
-            (remaining < context.workers, f"the others went on as {remaining} workers"),
-            (is_back, "the worker still lives and is not one of them again"),
+            (remaining < context.workers, f"the others continued with {remaining} workers"),
+            (is_back, "the worker still lives but has not rejoined"),
         )
 
     changes = {"scaling__min_workers": 1}

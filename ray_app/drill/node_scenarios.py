@@ -18,7 +18,7 @@ from ray_app.train.job import Hooks, Job
 
 _DRAIN_S = 60
 _STEPS_WITHOUT_HEAD = 10
-_NO_NODES = "the drill takes no nodes from, and adds none to, a cluster that it did not start"
+_NO_NODES = "the drill removes and adds nodes only in a cluster that it started"
 _SAME_MACHINE = "nodes of this machine would share its GPUs"
 
 
@@ -45,7 +45,7 @@ def _find_obstacle(context: ScenarioContext, min_workers: int) -> str | None:
     """Returns why this drill cannot change the nodes; None if it can."""
     if context.nodes is None:
         return _SAME_MACHINE if context.config.scaling.worker_gpus else _NO_NODES
-    return f"it needs {min_workers} workers, there are {context.workers}" if context.workers < min_workers else None
+    return f"{min_workers} workers are needed, of {context.workers}" if context.workers < min_workers else None
 
 
 def _make_node_loss(context: ScenarioContext, rank: int, add: bool) -> Scenario:
@@ -125,7 +125,7 @@ def shrink(context: ScenarioContext) -> Scenario | str:
 def head(context: ScenarioContext) -> Scenario | str:
     """The head's GCS is killed and later restarted from disk; then so many workers are killed that others join."""
     if context.nodes is None:
-        return "the drill takes no head from a cluster that it did not start"
+        return "the drill kills the head only of a cluster that it started"
     drill_cluster, evidence = context.nodes, context.evidence
     step = context.choose_step()
     until = step + _STEPS_WITHOUT_HEAD
@@ -167,12 +167,12 @@ def confirm_head_loss(run: ScenarioResult) -> list[str]:
     is_grown = any(e.time_s > back["time_s"] for kind in ("replaced", "resized", "workers") for e in run.events(kind))
     starts = len(run.events("started"))
     return unmet(
-        (LeaseHolder(**killed["head"]).is_gone(), "the head that was killed still lives"),
-        (killed["head"] != back["head"], "it is the same head as before"),
+        (LeaseHolder(**killed["head"]).is_gone(), "the killed head still lives"),
+        (killed["head"] != back["head"], "the head is the same as before"),
         (
             set(range(killed["step"] + 1, back["step"] + 1)) <= outage_steps,
-            f"only the steps {sorted(outage_steps)} were finished while there was no head",
+            f"only the steps {sorted(outage_steps)} were finished without a head",
         ),
-        (is_grown, "no worker came after there was a head again"),
+        (is_grown, "no worker joined after the head was back"),
         (starts == 1, f"the run was started {starts} times"),
     )

@@ -91,7 +91,7 @@ def kill_twice(context: ScenarioContext) -> Scenario | str:
     spans = ((max(low, s) + 1, min(high, s + context.steps_per_epoch) - 1) for s in starts)
     first, last = max(spans, key=lambda span: span[1] - span[0])
     if last - first < 3:
-        return f"an epoch of {context.steps_per_epoch} steps is too short to kill twice in it"
+        return f"an epoch of {context.steps_per_epoch} steps is too short for two kills"
     first_kill = Kill(context.evidence, ["killed-0"], first, [context.choose_rank()])
     second_kill = Kill(context.evidence, ["killed-1"], last, [0])
     delay_plans = context.make_delay_plan(first + 1, last - 1), context.make_delay_plan(last + 1)
@@ -102,7 +102,7 @@ def kill_twice(context: ScenarioContext) -> Scenario | str:
 def kill_two(context: ScenarioContext) -> Scenario | str:
     """Two workers are killed at once."""
     if context.workers < 3:
-        return f"it needs 3 workers so that one goes on, there are {context.workers}"
+        return f"the scenario needs 3 workers, so that one survives, but has {context.workers}"
     return _kill_at_once(context, context.random.sample(range(context.workers), 2))
 
 
@@ -114,7 +114,7 @@ def kill_all(context: ScenarioContext) -> Scenario | str:
 def kill_reduction(context: ScenarioContext) -> Scenario | str:
     """A worker is killed as its gradient reduction begins."""
     if context.workers < 2:
-        return "one worker exchanges nothing"
+        return "a single worker has no peer"
     kills = _make_kills(context, context.choose_step(), [context.choose_rank()])
     hooks = Hooks(after_step=context.delayed(kills.step), at=KillAt("reduction", kills))
     return _make_death_scenario([kills.step], kills.names, hooks)
@@ -123,7 +123,7 @@ def kill_reduction(context: ScenarioContext) -> Scenario | str:
 def kill_forming(context: ScenarioContext) -> Scenario | str:
     """A worker is killed, and another one as the rest form without it."""
     if context.workers < 3:
-        return f"it needs 3 workers so that one goes on, there are {context.workers}"
+        return f"the scenario needs 3 workers, so that one survives, but has {context.workers}"
     step, (first, second) = context.choose_step(), context.random.sample(range(context.workers), 2)
     first_kill = Kill(context.evidence, ["killed-0"], step, [first])
     second_kill = Kill(context.evidence, ["killed-1"], step, [second])
@@ -184,7 +184,7 @@ def evaluator(context: ScenarioContext) -> Scenario | str:
 
 def _confirm_evaluation(run: ScenarioResult, step: int) -> list[str]:
     """Confirms that a checkpoint from a step on was evaluated; returns what is missing."""
-    return unmet((any(e.step >= step for e in read_evaluations(run.paths)), "nothing was evaluated after it"))
+    return unmet((any(e.step >= step for e in read_evaluations(run.paths)), "no checkpoint was evaluated afterwards"))
 
 
 def freeze(context: ScenarioContext) -> Scenario | str:
@@ -208,8 +208,8 @@ def slow(context: ScenarioContext) -> Scenario | str:
 
     def confirm(run: ScenarioResult) -> list[str]:
         failures = [str(e.details["errors"]) for e in run.events("failed")]
-        missing = unmet((run.evidence["slow"]["seconds"] > 0, "no time was wasted"))
-        return [*missing, *(f"a slow worker was taken for a lost one: {errors}" for errors in failures)]
+        missing = unmet((run.evidence["slow"]["seconds"] > 0, "no time was lost"))
+        return [*missing, *(f"a slow worker was declared lost: {errors}" for errors in failures)]
 
     return Scenario([step], ["slow"], confirm, Faults(train=Hooks(after_step=hook)))
 
@@ -256,7 +256,7 @@ def _make_refusal_scenario(context: ScenarioContext, seconds: float | None, numb
                 is_written == (seconds is not None),
                 f"the checkpoint of step {refused_step} was {'' if is_written else 'not '}written",
             ),
-            (max(written_steps) > refused_step, f"no checkpoint after that of step {refused_step}"),
+            (max(written_steps) > refused_step, f"no checkpoint was written after step {refused_step}"),
         )
 
     return Scenario([step], ["refused"], confirm, Faults(train=hooks))
@@ -280,7 +280,7 @@ def rendezvous(context: ScenarioContext) -> Scenario | str:
     def confirm(run: ScenarioResult) -> list[str]:
         killed = run.evidence["rendezvous_killed"]
         has_moved = killed["before"] != killed["after"]
-        return unmet((has_moved, "the rendezvous listens where it did before")) + confirm_deaths(["killed-0"])(run)
+        return unmet((has_moved, "the rendezvous has its old address")) + confirm_deaths(["killed-0"])(run)
 
     hooks = Hooks(after_step=context.delayed(step + 1, wait, kill))
     names, waits = ["held", "rendezvous_killed", "killed-0"], {"held": "rendezvous_killed"}
@@ -317,7 +317,7 @@ def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray]
     def confirm(run: ScenarioResult) -> list[str]:
         damaged = run.evidence["damaged"]["checkpoint"]
         was_passed_over = any(e.details["checkpoint"] == damaged for e in run.events("fallback"))
-        return unmet((was_passed_over, f"the run has no record that {damaged} was passed over"))
+        return unmet((was_passed_over, f"the run has no record that {damaged} was skipped"))
 
     return Scenario([step], ["stopped", "damaged"], confirm, first_start=first_start)
 
@@ -382,7 +382,7 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
 
     def confirm(run: ScenarioResult) -> list[str]:
         starts = len(run.events("started"))
-        return unmet((starts == 2, f"the run has the record of {starts} starts"))
+        return unmet((starts == 2, f"the run has records of {starts} starts"))
 
     return Scenario(
         [step], [*awaited_evidence, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
@@ -412,7 +412,7 @@ def confirm_clock_jumps(run: ScenarioResult) -> list[str]:
         errors_s = [records[n].time_s - shifted_s for n in range(jump["step"] + 1, last_step + 1)]
         if not errors_s or max(map(abs, errors_s)) > _TOLERANCE_S:
             missing.append(f"steps after {jump['step']} were not recorded by a clock that is {jump['clock_s']} s wrong")
-    return missing + unmet((run.paths.report.exists(), "there is no report of the run"))
+    return missing + unmet((run.paths.report.exists(), "the run has no report"))
 
 
 @dataclass(frozen=True)

@@ -235,14 +235,14 @@ class Drill:
         """
 
         def renew() -> None:
-            with time_limit(_CLEANUP_TIMEOUT_S, "Clearing away after a scenario"):
+            with time_limit(_CLEANUP_TIMEOUT_S, "Cleaning up after a scenario"):
                 self._renew()
 
         def report(error: Exception) -> None:
-            self._say(f"What the scenario left could not be cleared away: {type(error).__name__}: {error}")
+            self._say(f"Cleaning up after the scenario failed: {type(error).__name__}: {error}")
 
         try:
-            _CLEANUP_RETRY.call(renew, Exception, "Clearing away after a scenario", report)
+            _CLEANUP_RETRY.call(renew, Exception, "Cleaning up after a scenario", report)
         except Exception as error:
             raise RuntimeError(f"no cluster for the next scenario: {type(error).__name__}: {error}") from error
 

@@ -102,7 +102,7 @@ def stranger(context: ScenarioContext) -> Scenario | str:
     """A process without secrets attacks all ports of the run; a worker that others can go on without is killed."""
     has_servers = context.config.train.strategy_traits.has_servers
     if context.workers < 2 and not has_servers:
-        return "one worker has no port to attack"
+        return "a single worker has no port to attack"
     first, last = context.choose_step(), context.total_steps - max(3, context.total_steps // 10)
     run = str(context.paths.root) if isinstance(context.paths.root, Path) else None
     attack = BesetByStranger(context.evidence, run, first, last)
@@ -121,7 +121,7 @@ def stranger(context: ScenarioContext) -> Scenario | str:
             return errors
         return unmet(
             (all(entry["connections"] > _SILENT for entry in attacks), "the stranger reached too few ports"),
-            (not any(entry["executed"] for entry in attacks), "a worker executed what the stranger sent"),
+            (not any(entry["executed"] for entry in attacks), "a worker executed the stranger's code"),
             *((not entry["writable"], f"other users can write to {entry['writable']}") for entry in attacks),
             (all(e["new_threads"] < _MAX_NEW_THREADS for e in attacks), "the stranger's connections hold threads"),
             (all(e["new_bytes"] < _MAX_NEW_BYTES for e in attacks), "the stranger's connections hold memory"),

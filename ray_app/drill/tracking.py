@@ -150,9 +150,9 @@ def confirm_outage(run: ScenarioResult, uri: str) -> list[str]:
     steps = [n for n in planned if n in records and killed["time_s"] < records[n].time_s < back["time_s"]]
     sent_step = back["before"]["sent_step"]
     return unmet(
-        (not back["before"]["answers"], "the server answered while it was away"),
-        (len(steps) >= len(planned), f"only the steps {steps} were finished while the server was away"),
-        (sent_step <= killed["step"], f"step {sent_step} was sent while the server was away"),
+        (not back["before"]["answers"], "the server answered while it was down"),
+        (len(steps) >= len(planned), f"only the steps {steps} were finished while the server was down"),
+        (sent_step <= killed["step"], f"step {sent_step} was sent while the server was down"),
     ) + _compare_points(run, uri, records)
 
 
@@ -164,7 +164,7 @@ def _compare_points(run: ScenarioResult, uri: str, records: dict[int, StepRecord
     if [r.info.run_id for r in runs] != [run.summary["mlflow_run_id"]]:
         return [f"MLflow has {len(runs)} runs of this name"]
     status = runs[0].info.status
-    missing = unmet((status == "FINISHED", f"MLflow says that the run is {status}"))
+    missing = unmet((status == "FINISHED", f"MLflow has the run as {status}"))
     for name, value_of in _POINTS.items():
         points = [(m.step, m.timestamp, m.value) for m in client.get_metric_history(runs[0].info.run_id, name)]
         expected_points = [(n, int(r.time_s * 1e3), value_of(r)) for n, r in records.items()]

@@ -118,12 +118,12 @@ class Training:
             if self.step >= (step or 0) and (workers is None or self._steps_with(workers)):
                 return True
             if is_over:
-                why = f"it is {self.status}. Let it train longer, or slow it: pause_s"
+                why = f"the run is {self.status}. Train longer, or slow the run down with pause_s"
                 if self._error:
-                    why = f"it failed: {self._error}"
-                raise RunEndedError(f"The run never came to {goal}; {why}.") from self._error
+                    why = f"the run failed: {self._error}"
+                raise RunEndedError(f"The run ended before {goal}; {why}.") from self._error
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"The run did not come to {goal} within {limit_s:g} s; it is at step {self.step}.")
+                raise TimeoutError(f"The run did not reach {goal} within {limit_s:g} s; it is at step {self.step}.")
             return False
 
         self._show_until(is_reached)

@@ -168,7 +168,7 @@ def close_orphan(root: str) -> bool:
             return False
         job = stored_job(paths)
         status = finalize_run(job, start)
-        logger.warning("The driver of %s is gone; the run is closed as %s.", paths.name, status)
+        logger.warning("The driver of %s has ended; the run is closed as %s.", paths.name, status)
         if _is_tracked(job.config):
             make_late_tracker(job, job.config).close(to_mlflow_status(status), _TRACKING_TIMEOUT_S)
             put_json(paths.summary, summarize(job, status))
@@ -198,8 +198,8 @@ def newest_start(paths: RunPaths) -> NewestStart:
     start = _newest_start(paths) if paths.config.exists() else None
     if start is None:
         raise ConfigError(
-            f"{paths.root} holds no run that was started: there is no config.yaml, or no event of a start. Name the"
-            " directory of a run, <run.storage_path>/<run.name>."
+            f"{paths.root} is not the directory of a started run: config.yaml or the event of a start is missing. Name"
+            " the directory of a run, <run.storage_path>/<run.name>."
         )
     return start
 
@@ -233,7 +233,7 @@ def make_stored_task(paths: RunPaths, config: Config) -> Task:
             raise
         path = os.pathsep.join(code.folders)
         raise ConfigError(
-            f"{error} When the run was started, its code was in {path}: go there, or set PYTHONPATH={path}."
+            f"{error} The code of the run was in {path} when it started: go there, or set PYTHONPATH={path}."
         ) from error
 
 
@@ -296,5 +296,5 @@ def report_end(paths: RunPaths) -> Facts | None:
         write_report(paths, facts)
     except Exception as error:
         command = shlex.join(["ray-app", "report", "--run", str(paths.root)])
-        logger.warning("The report could not be made: %s: %s; %s tries again.", type(error).__name__, error, command)
+        logger.warning("The report could not be written: %s: %s; %s tries again.", type(error).__name__, error, command)
     return facts

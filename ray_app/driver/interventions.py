@@ -37,14 +37,14 @@ def find_intervener(job: Job, intervene: Intervener | None) -> Intervener | None
         return None
     if not config.train.strategy_traits.can_intervene:
         raise ConfigError(
-            f"train.strategy is {config.train.strategy}, and callbacks need the whole model after each epoch. Use"
-            f" {list_strategies(lambda traits: traits.can_intervene)}, or leave the callbacks out: evaluate.patience"
-            " stops early, and schedule changes the learning rate."
+            f"train.strategy is {config.train.strategy}, but callbacks need the whole model after each epoch. Use"
+            f" {list_strategies(lambda traits: traits.can_intervene)}, or replace the callbacks by evaluate.patience"
+            " (early stopping) and schedule (learning rate)."
         )
     if job.evaluation is not None and not job.workers_evaluate:
         raise ConfigError(
-            f"evaluate.where is {config.evaluate.where}, whose evaluations may come after the next epoch has begun, and"
-            " callbacks get them between two epochs. Set it to workers."
+            f"evaluate.where is {config.evaluate.where}, whose evaluations may end after the next epoch has begun, but"
+            " callbacks need them between two epochs. Set evaluate.where to workers."
         )
     return intervene
 

@@ -51,10 +51,10 @@ class RegisterOptions:
 
     Args:
         run: Directory of a finished run.
-        name: Name of the model; by default the run's `tracking.registered_model`.
-        promote: The reason for which the version becomes the champion; by default it is the challenger, or the champion
-            if it is the first.
-        uri: MLflow tracking URI; by default the one where the run was tracked.
+        name: Name of the model. Default: the run's `tracking.registered_model`.
+        promote: Reason why the version becomes the champion. Default: the version is the challenger, or the champion if
+            it is the first one.
+        uri: MLflow tracking URI. Default: the run's.
     """
 
     run: str
@@ -81,7 +81,7 @@ def register_best(
     tracking = read_json(job.paths.tracking) or {}
     if not tracking.get("run_id"):
         raise RegistryError(
-            f"MLflow does not have the run {job.paths.name!r} yet; start the run again, which sends its record."
+            f"MLflow does not have the run {job.paths.name!r} yet; start the run again to send its record."
         )
     commit, best = best_commit(job)
     client = connect(uri)
@@ -126,10 +126,10 @@ def try_to_register(job: Job, limit_s: float | None = None) -> Registered | None
     thread.join(limit_s)
     if result and isinstance(result[0], Registered):
         return result[0]
-    why = redact(f"{type(result[0]).__name__}: {result[0]}") if result else f"it was not done within {limit_s:g} s"
+    why = redact(f"{type(result[0]).__name__}: {result[0]}") if result else f"not registered within {limit_s:g} s"
     command = shlex.join(["ray-app", "register", "--run", str(job.paths.root), "--name", name])
     problem = f"The best checkpoint did not become a version of the model {name!r}: {why}"
-    logger.warning("%s\nThe run itself is complete. To do it later: %s", problem, command)
+    logger.warning("%s\nThe run itself is complete. To register its model later: %s", problem, command)
     return None
 
 
@@ -163,7 +163,7 @@ def register_run(options: RegisterOptions) -> Registered:
         DataError: The run's data has changed since.
     """
     if options.promote is not None and not options.promote.strip():
-        raise ConfigError("--promote needs a reason: why is this version better than what serves now?")
+        raise ConfigError("--promote needs a reason: why is this version better than the one that serves now?")
     paths = RunPaths(to_location(options.run))
     config, summary = _config_of(paths, options), read_json(paths.summary)
     status = (summary or {}).get("status", "without a summary")
@@ -208,8 +208,7 @@ def _config_of(paths: RunPaths, options: RegisterOptions) -> Config:
     )
     if not config.tracking.registered_model:
         raise ConfigError(
-            "The run has no tracking.registered_model; say with --name which model its best checkpoint is to be a"
-            " version of."
+            "The run has no tracking.registered_model; name the registered model for its best checkpoint with --name."
         )
     check_config(config)
     check_available(config)
@@ -222,12 +221,12 @@ class ExportOptions:
 
     Args:
         run: Directory of a run, or its URI in a bucket; it may still train.
-        out: Folder of the export, on this machine.
+        out: Local folder of the export.
         checkpoint: `best` by the evaluation metric, `newest`, or the name of a checkpoint below `checkpoints`, such as
             `step-00000120-0003` or `step-120`.
-        overwrite: Replace `out` if it is an export.
-        max_file_gb: Write the parameters alone, in files of at most so many GB, with an index as Transformers reads it
-            and without memory for all of them; None writes the model as one program or file.
+        overwrite: Replaces `out` if it is an export.
+        max_file_gb: Writes only the parameters, in files of at most this many GB with an index for Transformers,
+            without memory for all of them. Default: the model is written as one program or file.
     """
 
     run: str
@@ -248,9 +247,7 @@ def export_run(options: ExportOptions) -> dict[str, Any]:
         RegistryError: The model cannot be stored without pickle.
     """
     if "://" in options.out:
-        raise ConfigError(
-            f"--out is {options.out!r}; an export is made in a folder of this machine. Copy it from there."
-        )
+        raise ConfigError(f"--out is {options.out!r}; an export is written to a local folder. Copy it from there.")
     paths, out = RunPaths(to_location(options.run)), Path(options.out).expanduser().resolve()
     refuse_taken(out, options.overwrite)
     job = load_trained_job(paths)

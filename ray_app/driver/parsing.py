@@ -46,7 +46,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if key.value in lines:
                 raise ConfigError(
                     f"{key.start_mark.name} has {key.value!r} twice in one section, in lines {lines[key.value]} and"
-                    f" {line}; the second would replace all of the first. Put what belongs to it in one place."
+                    f" {line}; the second would replace the first. Merge both into one."
                 )
             lines[key.value] = line
         return super().construct_mapping(node, deep)
@@ -75,10 +75,10 @@ def _check_file(file: Path) -> None:
         with file.open() as text:
             yaml.load(text, _UniqueKeyLoader)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not a text in UTF-8 ({error}); save it as such.") from error
+        raise ConfigError(f"{file} is not UTF-8 text ({error}); save it as UTF-8.") from error
     except yaml.reader.ReaderError as error:
         raise ConfigError(
-            f"{file} has a character that no text has (#x{error.character:04x}, at {error.position}); remove it."
+            f"{file} has a character that YAML refuses (#x{error.character:04x}, at {error.position}); remove it."
         ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -86,9 +86,9 @@ def _check_file(file: Path) -> None:
         # The message does not quote the line, which may contain a secret.
         has_tab = "\t" in "".join(file.read_text().splitlines()[line - 1 : line])
         remedy = (
-            "YAML is indented by blanks, and this line has a tab: put two blanks in its place."
+            "YAML is indented by blanks, but this line has a tab: replace it by two blanks."
             if has_tab
-            else "Correct the line; a section ends with a colon, and what is in it is indented by two blanks."
+            else "Correct the line; a section's name ends with a colon, and its fields are indented by two blanks."
         )
         raise ConfigError(f"{file}, line {line}: {error.problem or error.context}. {remedy}") from error
 
@@ -143,7 +143,7 @@ def load_config(path: str | os.PathLike[str] | None = None, **fields: Any) -> Co
     except ConfigError as error:
         if path is None or str(path) in str(error):
             raise
-        raise ConfigError(f"{path}{' with the fields given beside it' if fields else ''}: {error}") from error
+        raise ConfigError(f"{path}{' with the fields given here' if fields else ''}: {error}") from error
 
 
 def parse(arguments: Sequence[str] | None = None, prog: str = "ray-app train", exit_on_error: bool = True) -> Config:
@@ -196,7 +196,7 @@ def parse_with_sections(
             values[name] = _without_defaults(values[name])
     values["optimizer"][_GROUPS] = groups
     if any("class_path" not in spec for spec in values.get("observers") or []):
-        raise _refusal("observers is a list of class_path and init_args; one has no class_path.")
+        raise _refusal("observers has an entry without class_path; each needs a class_path, and may have init_args.")
     if values.get("optimizers"):
         values["optimizers"] = {name: _parse_optimizer(name, spec) for name, spec in values["optimizers"].items()}
     more_sections = {name: section(**expand_home(values.pop(name, {}))) for name, section in more.items()}
@@ -305,20 +305,18 @@ def _parser(prog: str, description: str, exit_on_error: bool, sections: tuple[tu
         allow_abbrev=False,
     )
     parser.fields = _fields(dict(sections))
-    parser.add_argument("--config", action="config", help="YAML file with any of the fields below; later ones win.")
-    task = "What is trained: class_path and init_args of a subclass of Task."
+    parser.add_argument("--config", action="config", help="YAML file with any of the fields below; the last one wins.")
+    task = "The task to train: class_path and init_args of a subclass of Task."
     parser.add_subclass_arguments(Task, "task", instantiate=False, required=True, help=task)
     optimizer = "The optimizer; default torch.optim.Adam."
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False, help=optimizer)
-    schedule = "Learning-rate schedule, moved after every step; default none."
+    schedule = "Learning-rate schedule, advanced after every step; default none."
     parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False, help=schedule)
-    optimizers = "Optimizers by name that take turns: class_path, init_args, groups, parameters, steps, schedule."
+    optimizers = "Alternating optimizers by name: class_path, init_args, groups, parameters, steps, schedule."
     parser.add_argument("--optimizers", type=dict[str, dict[str, Any]] | None, default=None, help=optimizers)
-    observers = (
-        "Classes, derived from ray_app.Observer, that the driver tells what happens: class_path and init_args of each."
-    )
+    observers = "Subclasses of ray_app.Observer that the driver notifies of events: class_path and init_args of each."
     parser.add_argument("--observers", type=list[dict[str, Any]] | None, default=None, help=observers)
-    parser.add_argument("--seed", type=int, default=0, help="Everything random derives from it.")
+    parser.add_argument("--seed", type=int, default=0, help="The seed from which all random numbers are derived.")
     for name, section in sections:
         parser.add_class_arguments(section, name)
     return parser
@@ -328,7 +326,7 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     """Returns one of several optimizers, with its class and its schedule checked like those of a single optimizer."""
     field, allowed = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := spec.keys() - set(allowed):
-        raise _refusal(f"{field} has {', '.join(sorted(unknown))}; there are {', '.join(allowed)}.")
+        raise _refusal(f"{field} has the unknown keys {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}.")
     _check_optimizer_types(field, spec)
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
@@ -352,7 +350,7 @@ def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
     """Checks the types of the fields that the parser does not check, where a text would count as a list of letters."""
     names, steps = spec.get("parameters", []), spec.get("steps", 1)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _refusal(f"{field}.parameters is {names!r}; it must be a list of names, as ['critic.*'].")
+        raise _refusal(f"{field}.parameters is {names!r}; it must be a list of names, such as ['critic.*'].")
     if not isinstance(steps, int) or isinstance(steps, bool):
         raise _refusal(f"{field}.steps is {steps!r}; it must be a number of steps, at least 1.")
 
@@ -434,8 +432,8 @@ def _without_defaults(value: Any) -> Any:
         return [_without_defaults(part) for part in value]
     if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
         raise ConfigError(
-            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run keeps init_args only. Name"
-            " these arguments in the signature of the class, and give them in init_args."
+            f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run stores only init_args. Name"
+            " these arguments in the signature of the class, and set them in init_args."
         )
     if isinstance(value, dict) and value.keys() == {"class_path"}:
         # A stored run has `init_args` of every class.

@@ -64,8 +64,8 @@ def explain_error(message: str, fields: Iterable[str]) -> str:
         return _explain_field(field_name, field_name, names)
     if 'Parser key "optimizers"' in message:
         return (
-            "optimizers is a mapping of names to optimizers that take turns, each with class_path and parameters, and"
-            " if you like with init_args, groups, steps and schedule; look at its shape."
+            "optimizers has the wrong form. It must map names to optimizers, each with class_path and parameters, and"
+            " optionally init_args, groups, steps and schedule."
         )
     field = _FIELD.search(message)
     if field is None and (match := _VALUE.search(message)):
@@ -90,8 +90,8 @@ def _explain_value(subject: str, name: str, value: str, details: str) -> str | N
         hint = " A class is written as {class_path: IMPORT.PATH, init_args: {NAME: VALUE}}."
     if "text" in expected and value[:1] not in ("'", "[", "{"):
         hint = (
-            " YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in"
-            f" quotes: {name}: '...'."
+            " YAML reads unquoted text such as 007, 1e3, 12:30 and on as a number, a time or true; write it in quotes:"
+            f" {name}: '...'."
         )
     return f"{subject} {value}; it must be {' or '.join(expected)}.{hint}"
 
@@ -105,11 +105,11 @@ def _explain_class(field: str, message: str) -> str | None:
     if match := _NO_SUBCLASS.search(message):
         return (
             f"{field}.class_path is {match[1]!r}, which is not a subclass of {base.__module__}.{base.__qualname__}."
-            " Derive it from that, or name one."
+            " Derive the class from it, or name a subclass."
         )
     if f"Not a valid subclass of {base.__name__}\n" in message:
         keys = "class_path, init_args and groups" if field == "optimizer" else "class_path and init_args"
-        return f"{field} has {keys}, and nothing else; look at the names of its keys."
+        return f"{field} has an unknown key; it may have only {keys}."
     if class_paths:
         return _explain_named_class(field, class_paths[-1], message) or _explain_inner_path(field, message)
     if match := _NO_PATH.search(message):
@@ -125,7 +125,7 @@ def _explain_named_class(field: str, class_path: str, message: str) -> str | Non
     if reason := explain_missing(class_path, _BASES[field]):
         return f"{field}.{reason}"
     if needed := _NEEDED.search(message):
-        return f"{class_path} needs {needed[1]}, which is not given; write it below {field}.init_args."
+        return f"{class_path} needs {needed[1]}, which is missing; set it in {field}.init_args."
     if match := _VALUE.search(message):
         name, details, value = match.groups()
         return _explain_value(f"{class_path} got {name} =", name, value, details)
@@ -171,7 +171,7 @@ def _explain_field(option: str, name: str, fields: list[str]) -> str:
     """Returns that a field (`option` as the user wrote it) does not exist, with the nearest name and its section."""
     section, top = name.rpartition(".")[0], name.partition(".")[0]
     if top in _BASES:
-        return f"{option} is not a field; {top} has class_path and init_args."
+        return f"{option} is not a field; {top} has only class_path and init_args."
     siblings = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
     sections = dict.fromkeys([*_BASES, *(field.partition(".")[0] for field in fields)])
     available = f"{section} has {', '.join(siblings)}." if siblings else f"Sections are {', '.join(sections)}."
@@ -181,7 +181,7 @@ def _explain_field(option: str, name: str, fields: list[str]) -> str:
 def _explain_argument(field: str, class_path: str, argument: str) -> str:
     """Returns that a class has no argument of a name, with the nearest name and its arguments."""
     if argument in ("clas_path", "classpath", "class", "init_arg", "args", "kwargs"):
-        return f"{field} has a key {argument!r}; it has class_path and init_args."
+        return f"{field} has a key {argument!r}; it may have only class_path and init_args."
     problem = f"{class_path} has no argument {argument!r}."
     try:
         parameters = inspect.signature(load_class(class_path)).parameters.values()
@@ -190,7 +190,7 @@ def _explain_argument(field: str, class_path: str, argument: str) -> str:
         return problem
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     names = [name for name in named if name not in ("params", "optimizer")]
-    return f"{problem}{_suggest(argument, names)} It has {', '.join(names) or 'none'}."
+    return f"{problem}{_suggest(argument, names)} Its arguments are {', '.join(names) or 'none'}."
 
 
 def explain_missing(class_path: str, base: type) -> str | None:
@@ -206,7 +206,7 @@ def explain_missing(class_path: str, base: type) -> str | None:
             return _explain_missing_part(class_path, before, part, names, parts[i + 1 :])
         except Exception as error:
             return (
-                f"class_path is {class_path!r}, and {'.'.join(parts[: i + 1])} cannot be imported:"
+                f"class_path is {class_path!r}, but {'.'.join(parts[: i + 1])} cannot be imported:"
                 f" {type(error).__name__}: {error}."
             )
     return None
@@ -245,11 +245,11 @@ def _explain_missing_part(class_path: str, before: str, part: str, names: list[s
     """Returns the message about a missing part of an import path, with the `names` that exist in its place."""
     if not before and part in EXTRAS:
         return f"class_path is {class_path!r}, but {part} is {explain_extra(part)}."
-    missing = f"there is no module {part!r} where Python looks (the current folder, PYTHONPATH)"
+    missing = f"Python finds no module {part!r} (in the current folder or PYTHONPATH)"
     problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
     if nearest := _nearest(part, names):
         return f"{problem}. Did you mean {'.'.join(filter(None, [before, nearest, *after]))}?"
-    return f"{problem}. It has {join_names(names)}." if before and names else f"{problem}."
+    return f"{problem}. The names there are {join_names(names)}." if before and names else f"{problem}."
 
 
 def _nearest(name: str, names: list[str]) -> str | None:

@@ -102,8 +102,8 @@ class Result:
         model = load_model(self._job, commit)
         if not isinstance(model, KerasModule):
             raise ConfigError(
-                f"The run in {self.path} trained a {type(model).__name__}, which is no Keras program; its load_model"
-                " returns it."
+                f"The run in {self.path} trained a {type(model).__name__}, which is not a Keras model; load it with"
+                " load_model."
             )
         program = model.saved_program()
         state = unpack(CheckpointStore(self._job.paths).load(commit))
@@ -174,8 +174,8 @@ class Result:
             return combine(self.task, chunks).values
         if not isinstance(data, str):
             raise ConfigError(
-                f"workers={workers} evaluates a folder or file of Parquet that the actors read, and got columns of this"
-                " process. Give a path, or leave out workers."
+                f"workers={workers} evaluates Parquet that the actors read, but the data is columns of this process."
+                " Pass a path, or leave out workers."
             )
         fields = {"evaluate__workers": workers, "evaluate__where": "actor", "data__eval_path": data, "data__fold": None}
         config = job.config.replace(**fields, evaluate__batch_size=size, scaling__min_workers=1, scaling__max_workers=1)
@@ -241,7 +241,7 @@ class Result:
     def _batch_size(self, batch_size: int | None) -> int:
         """Returns the rows of one forward pass: by default those of the run's evaluations."""
         if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1, or None for that of the run.")
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1, or None for the run's.")
         return batch_size or self._job.config.evaluate.batch_size
 
     def metrics(self) -> list[StepRecord]:
@@ -284,7 +284,7 @@ def compare_runs(runs: Sequence[Result | str | os.PathLike[str]]) -> Comparison:
     """
     if isinstance(runs, str) or not runs:
         raise ConfigError(
-            f"compare_runs got {runs!r}; give a list of results or of run directories: compare_runs([first, second])."
+            f"compare_runs got {runs!r}; pass a list of results or run directories: compare_runs([first, second])."
         )
     roots = [run.path if isinstance(run, Result) else to_location(os.fspath(run)) for run in runs]
     return Comparison(tuple(read_facts(RunPaths(root)) for root in roots))

@@ -80,8 +80,8 @@ _TRACKING_END_S = 60.0
 _TRACKING_STOP_S = 15.0
 """Seconds that the tracking server has at the end of a stopped run; `ray job stop` kills jobs after 60 s."""
 _CHANGED_ENVIRONMENT = (
-    "Warning: from step {step} on the environment is another, so the parameters may not be bit-identical to those of an"
-    " undisturbed run: {before}, now {now}."
+    "Warning: from step {step} on, the environment differs, so the parameters may not be bit-identical to an"
+    " undisturbed run's: {before}, now {now}."
 )
 
 
@@ -334,7 +334,7 @@ class Run:
             try:
                 summary = _retry(lambda: _put_new_summary(job, status))
             except OSError as error:
-                logger.warning("summary.json has not what MLflow calls the run: %s", error)
+                logger.warning("summary.json lacks the run's ID in MLflow: %s", error)
         observers.ended(status, summary)
         tracking_uri = redact(default_tracking_uri(self._config)) if tracker is not None else None
         with self._console.guarded():
@@ -370,7 +370,7 @@ class Run:
             self._stops_early = self._stops_early or self.job.early_stop() is not None
         except OSError as error:
             # The storage may fail for a while; the next call reads again.
-            logger.warning("The evaluations could not be read, will try again: %s", error)
+            logger.warning("The evaluations could not be read, trying again: %s", error)
         return self._stops_early
 
     def _train(self, stack: ExitStack, evaluator: EvaluatorClient, observe: Observe | None) -> None:
@@ -395,7 +395,7 @@ class Run:
                 phases = None
                 if self._interrupted.is_set() or self._stops_early:
                     if not is_stop_printed:
-                        why = "The evaluations say that training is over, stopping" if self._stops_early else "Stopping"
+                        why = "The evaluations end the training early, stopping" if self._stops_early else "Stopping"
                         self._console.print(f"{why} after this step, with a checkpoint ...")
                     is_stop_printed = True
                     # The flag is sent at every turn, because the rendezvous may have been restarted and lost it.
@@ -406,7 +406,7 @@ class Run:
                 if exceeded := limits.check(time.monotonic(), status, phases):
                     put_event(job.paths, "workers_abandoned", job.fence, reason=exceeded)
                     self._console.print(
-                        f"The workers are ended as they are: {exceeded}. Steps since the newest checkpoint are lost."
+                        f"The workers are ended at once: {exceeded}. Steps since the newest checkpoint are lost."
                     )
                     break
                 if self._answers is not None:
@@ -490,15 +490,15 @@ class WaitLimits:
         has_workers = status is None or bool(status.live or status.draining)
         if phases is None:
             has_ended = status is not None and status.step >= self._last_step and not has_workers
-            reason = "all steps are done, all workers have left, and Ray Train's controller has not ended"
+            reason = "all steps are done and all workers have exited, but Ray Train's controller has not ended"
             return reason if has_ended else ""
         if status is None:
             return "the rendezvous has not answered"
         if "data" in phases:
             return "a worker has waited for data"
         if not has_workers:
-            return "there has been no worker, and the controller has not ended"
-        return "" if phases else "the workers have formed no group"
+            return "there has been no worker, but the controller has not ended"
+        return "" if phases else "the workers have not formed a group"
 
 
 def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> None:
@@ -512,18 +512,18 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     warnings = list[str]()
     if "_ray_pkg_" in str(job.paths.root):
         warnings.append(
-            "this run is stored inside the job's own copy of the working directory, which Ray removes; set"
-            " run.storage_path to a folder that all nodes share."
+            "the run is stored inside the job's copy of the working directory, which Ray removes; set run.storage_path"
+            " to a folder that all nodes share."
         )
     if prepared.changed:
         warnings.append(
-            f"{job.paths.name} goes on with other code than at its last start: {', '.join(prepared.changed)}."
-            " Its result will be that of neither; run.changed: refuse does not start such a run."
+            f"{job.paths.name} continues with different code or defaults: {', '.join(prepared.changed)}. Its result"
+            " will match neither version; run.changed: refuse does not start such a run."
         )
     if prepared.changed_data:
         warnings.append(
-            f"the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its"
-            " result and its evaluations will be of both; run.changed: refuse does not start such a run."
+            f"the data of {job.paths.name} changed since its last start: {'; '.join(prepared.changed_data)}. Its result"
+            " and its evaluations will mix both; run.changed: refuse does not start such a run."
         )
     for line in [*(f"Warning: {text}" for text in warnings), *prepared.data]:
         console.print(line)
@@ -539,15 +539,15 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
     )
     if (classes := job.plan.classes) is not None:
         console.print(
-            f"balanced: in each pass every one of {len(classes.totals)} classes is used {classes.totals.max():,} times"
+            f"balanced: in each pass each of {len(classes.totals)} classes is used {classes.totals.max():,} times"
         )
     nodes = ray.nodes() if ray.is_initialized() else []
     if use := describe_use(config, max_workers, nodes):
         console.print(use)
     if len({node["NodeManagerAddress"] for node in nodes if node["Alive"]}) > 1:
         console.print(
-            "A host that is cut off counts as there for about a minute with Ray's defaults; docs/failures.md says how"
-            " to shorten it."
+            "With Ray's defaults, a host that is cut off counts as alive for about a minute; docs/failures.md says how"
+            " to shorten this."
         )
 
 
@@ -560,7 +560,7 @@ def _workers_text(config: Config, max_workers: int) -> str:
         return f"in this process{' on a GPU' if amount else ''}"
     capped = ""
     if max_workers < scaling.worker_limit:
-        capped = f" (of {scaling.max_workers} asked for, as many as fit now)"
+        capped = f" (of {scaling.max_workers} configured; no more fit now)"
     standbys = f" and {scaling.standby_workers} standby" if scaling.standby_workers else ""
     return f"up to {max_workers} workers{capped}{standbys}{f', each with {devices}' if amount else ''}"
 
@@ -591,11 +591,11 @@ def describe_use(config: Config, workers: int, nodes: list[Node]) -> str | None:
     fitting = [node for node in labeled if workers_in(node["Resources"], scaling) >= 1]
     if processes and len(fitting) < len(alive):
         names = ", ".join(str(node["NodeManagerAddress"]) for node in alive if node not in fitting)
-        idle.append(f"of {len(alive)} nodes these, on which no worker fits: {names}")
+        idle.append(f"nodes on which no worker fits (of {len(alive)}): {names}")
     text = f"The run uses at most {' and '.join(used)} of the cluster{'; idle: ' * bool(idle)}{', '.join(idle)}."
     if not any("GPU" in part for part in idle):
         return text
-    advice = "Raise scaling.max_workers (all: as many as fit), or leave the GPUs to others."
+    advice = "Raise scaling.max_workers (all: as many as fit) to use them."
     if not scaling.worker_gpus:
-        advice = "It computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
+        advice = "The run computes on CPUs; set scaling.gpus_per_worker to 1 to train on GPUs."
     return f"Warning: {text} {advice}"

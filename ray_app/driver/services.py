@@ -64,7 +64,7 @@ def load_observers(config: Config) -> list[Observer]:
             observer = load_class(spec)(**spec.init_args)
         except Exception as error:
             raise ConfigError(
-                f"observers has {spec.class_path!r} with init_args {spec.init_args}, which cannot be made: {error}."
+                f"observers has {spec.class_path!r} with init_args {spec.init_args}, which cannot be created: {error}."
             ) from error
         if not isinstance(observer, Observer):
             raise ConfigError(
@@ -130,9 +130,9 @@ class EvaluatorClient:
                     return True
             # The storage may fail for a while.
             except OSError as error:
-                logger.warning("The evaluations could not be read, will try again: %s", error)
+                logger.warning("The evaluations could not be read, trying again: %s", error)
             if time.monotonic() > deadline_s:
-                console.print(f"The evaluator did not finish in time; the next start goes on with steps {steps}.")
+                console.print(f"The evaluator did not finish in time; the next start evaluates steps {steps}.")
                 return False
             try:
                 failure = self._evaluator.failure(_POLL_S)
@@ -142,8 +142,8 @@ class EvaluatorClient:
             if failure is not None:
                 error_class = DataError if isinstance(failure, DataError) else EvaluationError
                 raise error_class(
-                    f"The evaluator gave up: {failure}\nAll checkpoints are there. Fix the cause, then start the run"
-                    f" again, which evaluates them, or use ray-app evaluate --run {self._job.run_root}."
+                    f"The evaluator gave up: {failure}\nAll checkpoints are stored. Fix the cause, then start the run"
+                    f" again to evaluate them, or use ray-app evaluate --run {self._job.run_root}."
                 )
             time.sleep(_POLL_S)
         try:

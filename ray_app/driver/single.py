@@ -60,14 +60,14 @@ def exclusive_process(config: Config, background: bool) -> Iterator[None]:
         return
     if background:
         raise ConfigError(
-            "train.strategy single trains in this process, and start_training lets your cells run meanwhile, whose"
-            " random numbers come from the same generators: the result would depend on them. Use run_training, or"
-            " another strategy, which trains in other processes."
+            "train.strategy single trains in this process, but start_training lets your cells run at the same time and"
+            " draw from the same random generators: the result would depend on them. Use run_training, or another"
+            " strategy, which trains in other processes."
         )
     if not _process_lock.acquire(blocking=False):
         raise ConfigError(
-            "A run with train.strategy single trains in this process already, and two would draw from the same random"
-            " numbers. Let it end, or use another strategy, which trains in other processes."
+            "A run with train.strategy single trains in this process already, and two runs would draw from the same"
+            " random generators. Wait until it ends, or use another strategy, which trains in other processes."
         )
     try:
         yield

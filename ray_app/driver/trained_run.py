@@ -71,8 +71,8 @@ def load_trained_task(paths: RunPaths, config: Config, task: Task) -> Task:
     dataset = open_training_data(config)
     if dataset.manifest.digest != read_manifest(paths).digest:
         raise DataError(
-            f"The data {config.data.path} of the run {paths.name!r} is not what it was trained on, from which its task"
-            " is made again. Restore it, or use the version that the run was registered as."
+            f"The data {config.data.path} of the run {paths.name!r} has changed since training, but the task is rebuilt"
+            " from it. Restore the data, or use the registered version of the run."
         )
     schema = read_json(paths.schema) or {}
     refuse_other_schema(schema, dataset.facts, f"data.path {config.data.path}", f"the run {paths.name!r}")
@@ -109,12 +109,12 @@ def best_commit(job: Job) -> tuple[Commit, Evaluation | None]:
     commit, evaluation = existing[0] if existing else (list(commits.values())[-1], None)
     if not any(math.isfinite(e.metrics[job.best_metric]) for e in evaluations) and read_scores(job.paths):
         problem = f"{job.best_metric} is not a number in any evaluation of {job.paths.name}"
-        logger.warning("%s, so none says which checkpoint is best; that of step %d is taken.", problem, commit.step)
+        logger.warning("%s, so no checkpoint is known to be best; the one of step %d is used.", problem, commit.step)
         return commit, None
     if evaluations and evaluation is not evaluations[0]:
-        problem = f"The best checkpoint, of step {evaluations[0].step}, is gone"
-        substitute = "the newest" if evaluation is None else "the best of the others"
-        logger.warning("%s; %s is taken: step %d.", problem, substitute, commit.step)
+        problem = f"The best checkpoint, of step {evaluations[0].step}, is missing"
+        substitute = "the newest" if evaluation is None else "the best remaining one"
+        logger.warning("%s; %s is used: step %d.", problem, substitute, commit.step)
     return commit, evaluation
 
 
@@ -123,7 +123,7 @@ def load_model(job: Job, commit: Commit) -> torch.nn.Module:
     model = job.task.build_model()
     model.load_state_dict(CheckpointStore(job.paths).load_model(commit))
     if params_digest(model.state_dict()) != commit.params_digest:
-        raise CheckpointError(f"The model of step {commit.step} has other parameters than were committed.")
+        raise CheckpointError(f"The model of step {commit.step} has other parameters than its commit recorded.")
     return model.eval()
 
 
@@ -143,7 +143,7 @@ def _commits(job: Job) -> list[Commit]:
     """Returns the checkpoints of a run, at least one."""
     commits = CheckpointStore(job.paths).commits()
     if not commits:
-        raise CheckpointError(f"{job.paths.root} holds no committed checkpoint yet.")
+        raise CheckpointError(f"{job.paths.root} has no committed checkpoint yet.")
     return commits
 
 
@@ -191,9 +191,9 @@ def send_to_mlflow(
             tracker.send_all(to_mlflow_status(status))
         except Exception as error:
             raise TrackingError(
-                f"MLflow at {redact(tracker.uri)} did not take everything: {type(error).__name__}:"
-                f" {redact(str(error))}\n"
-                f"It took {tracker.sent_points} points now, which are not sent again. Try again when it can be reached."
+                f"MLflow at {redact(tracker.uri)} did not accept the whole record: {type(error).__name__}:"
+                f" {redact(str(error))}\n{tracker.sent_points} points were sent, and are not sent again. Try again when"
+                " the server can be reached."
             ) from error
         if (read_json(paths.summary) or {}).get("mlflow_run_id") != tracker.run_id:
             put_json(paths.summary, summarize(job, status))

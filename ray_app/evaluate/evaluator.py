@@ -164,11 +164,11 @@ class Evaluator:
                     wait_s = poll_s
             # The driver lives after all, or another process closes the run at this moment.
             except RunHeldError as error:
-                logger.warning("The evaluator goes on: %s", error)
+                logger.warning("The evaluator continues: %s", error)
                 wait_s = LIFE_S / _CHECKS_PER_LEASE
             # The storage or the cluster may fail for a while.
             except (OSError, ray.exceptions.RayError) as error:
-                logger.warning("The evaluator will try again: %s", error)
+                logger.warning("The evaluator tries again: %s", error)
                 wait_s = min(_MAX_RETRY_S, 2 * max(wait_s, poll_s))
             except Exception as error:
                 logger.exception("The evaluator gives up")
@@ -185,7 +185,7 @@ class Evaluator:
             try:
                 self._put_pin(self._done_step)
             except OSError as error:
-                logger.warning("The evaluator's pin could not be renewed, will try again: %s", error)
+                logger.warning("The evaluator's pin could not be renewed, trying again: %s", error)
 
     def _watch(self) -> None:
         """Watches whether the driver that started this evaluator lives, also after it seemed to be gone."""
@@ -196,7 +196,7 @@ class Evaluator:
                 if lease_state == "superseded" and not is_taken_over(job.paths, job.fence):
                     lease_state = "over"
             except OSError as error:
-                logger.warning("The driver's lease could not be read, will try again: %s", error)
+                logger.warning("The driver's lease could not be read, trying again: %s", error)
                 continue
             self._driver = lease_state
 
@@ -405,7 +405,7 @@ def score_parts(
             except ray.exceptions.RayTaskError as error:
                 raise unwrap_app_error(error) from error
             except ray.exceptions.RayError as error:
-                logger.warning("An actor of the evaluation failed, the others score its part: %s", error)
+                logger.warning("An actor of the evaluation failed, other actors score its part: %s", error)
                 waiting.append(part)
     return chunks
 

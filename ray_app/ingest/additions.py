@@ -105,23 +105,24 @@ def make_addition(
     classes, names = (tuple(value) if value else None for value in (base["classes"], parts[0].classes))
     new = [name for name in names or () if name not in (classes or ())]
     if (classes is None) != (names is None) or (new and not options.new_classes):
-        remedy = f"new_classes=true gives {join_names(new)} the next numbers, or correct the labels"
+        remedy = f"set new_classes=true to number {join_names(new)} next, or correct the labels"
         raise DataError(
             f"{options.input} has the classes {join_names(names or ())}, and the data set {options.out}"
-            f" {join_names(classes or ())}. Classes agree by name:"
-            f" {remedy if classes and names else 'give the label in the same form'}."
+            f" {join_names(classes or ())}. Classes are matched by name:"
+            f" {remedy if classes and names else 'write the label in the same form'}."
         )
     if options.split_by and "first_eval_time" not in base:
-        raise DataError(f"{out} was made by an earlier version of ray_app. Ingest all data again, because of split_by.")
+        raise DataError(
+            f"{out} was written by an earlier version of ray_app, without support of split_by. Ingest all data again."
+        )
     folder = side_folder(out, side)
     footers = load_footers(folder) or read_footers(folder, files_below(folder, ".parquet"))
     all_classes = (*(classes or ()), *new)
     numbers = renumber(names or (), all_classes, footers.schema.names)
     if numbers is None:
         raise DataError(
-            f"{options.input} has the classes {join_names(names or ())}, and the data set"
-            f" {join_names(all_classes)}; masks, and targets with an entry for each class, need the same numbers."
-            " Name the classes in this order."
+            f"{options.input} has the classes {join_names(names or ())}, and the data set {join_names(all_classes)};"
+            " masksand targets with one entry per class need the same numbers. Name the classes in this order."
         )
     number = 2 + max(len(facts.get("added", ())) for facts in described.values())
     schema = footers.schema.remove_metadata()

@@ -41,7 +41,7 @@ def merge_ids(options: IngestOptions, parts: list[Ids]) -> Ids:
     for name in options.ids or ():
         arrays = [part[name] for part in parts if name in part]
         if len(kinds := {str(array.type) for array in arrays}) > 1:
-            raise DataError(f"ids names {name!r}, which holds {' and '.join(sorted(kinds))}. Write it in one type.")
+            raise DataError(f"ids names {name!r}, which holds {' and '.join(sorted(kinds))}. Write values of one type.")
         merged[name] = pc.unique(pa.chunked_array(arrays)).sort() if arrays else pa.array([], pa.int64())
     return merged
 
@@ -54,8 +54,8 @@ def load_ids(options: IngestOptions) -> Ids:
     final_names = {name: options.rename.get(name, name) for name in options.ids or ()}
     if missing := [name for name in final_names.values() if name not in stored]:
         raise DataError(
-            f"ids_of {options.ids_of!r} has no numbers of {missing[0]!r}; it has those of {sorted(stored)}. Name a data"
-            " set that was ingested with these ids."
+            f"ids_of {options.ids_of!r} has no numbers for {missing[0]!r}, only for {sorted(stored)}. Name a data set"
+            " that was ingested with these ids."
         )
     return {name: pa.array(stored[final_name]) for name, final_name in final_names.items()}
 
@@ -81,7 +81,7 @@ class IdNumbers:
             column = _values(name, table[name])
             if column.type != values.type:
                 raise DataError(
-                    f"ids names {name!r}, which holds {column.type}; the ids are {values.type}. Convert it."
+                    f"ids names {name!r}, a column of {column.type}, but the ids are {values.type}. Convert the column."
                 )
             numbers = pc.index_in(column, values)
             if numbers.null_count:

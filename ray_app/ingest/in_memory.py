@@ -113,7 +113,7 @@ _CURSOR_ROWS = 10_000
 """Rows that are fetched at a time from a cursor of a database."""
 _MAX_UNTYPED_BLOCKS = 100
 """Blocks of rows that are kept in memory while a column has no value that tells its type."""
-_ONE_TYPE = "Give all of its values one type by CAST in the query."
+_ONE_TYPE = "Convert all values of the column to one type with CAST in the query."
 _ALLOWED = (
     "tables of pandas, Polars, Arrow, Delta Lake and Iceberg, a pyarrow.RecordBatchReader, a cursor of a database after"
     " its query, and a ray.data.Dataset. For arrays use ingest_arrays"
@@ -139,7 +139,7 @@ def _open_table(table: Any) -> tuple[pa.Schema, _Rows]:
         table.context.execution_options.preserve_order = True
         parts = iter(table.iter_batches(batch_format="pyarrow", batch_size=None))
         if (first := next(parts, None)) is None:
-            raise DataError("the ray.data.Dataset has no rows. Give one with rows.")
+            raise DataError("the ray.data.Dataset has no rows. Pass a data set with rows.")
         return first.schema, chain([first], parts)
     raise DataError(f"table is of type {type(table).__name__}; allowed are {_ALLOWED}.")
 
@@ -169,7 +169,7 @@ def _open_cursor(cursor: Any) -> tuple[pa.Schema, _Rows]:
         raise DataError("the cursor has no result; execute a SELECT with it first.")
     names = [column[0] for column in cursor.description]
     if repeated := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"the result has several columns {repeated[0]!r}; name them by AS in the query.")
+        raise DataError(f"the result has several columns {repeated[0]!r}; rename them with AS in the query.")
 
     def blocks() -> Iterator[dict[str, pa.Array]]:
         while rows := cursor.fetchmany(_CURSOR_ROWS):
@@ -183,7 +183,7 @@ def _open_cursor(cursor: Any) -> tuple[pa.Schema, _Rows]:
         first.append(block)
         types = {name: block[name].type if pa.types.is_null(kind) else kind for name, kind in types.items()}
     if not first:
-        raise DataError("the result of the cursor has no rows. Give a query with rows.")
+        raise DataError("the result of the cursor has no rows. Run a query that returns rows.")
     schema = pa.schema(types)
     return schema, (pa.table(_cast_block(block, types), schema) for block in chain(first, waiting))
 
@@ -228,7 +228,7 @@ def to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
         array = np.ma.asarray(values) if isinstance(values, np.ma.MaskedArray) else np.asarray(values)
     except ValueError as error:
         # The rows have different lengths.
-        raise DataError(f"{name}: {error}. Give an array with one entry for each row, all of one shape.") from error
+        raise DataError(f"{name}: {error}. Pass one entry for each row, all of one shape.") from error
     if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
         raise DataError(
             f"{name}: {int(np.ma.count_masked(array))} values are masked. Fill them or leave their rows out."
@@ -236,6 +236,6 @@ def to_numbers(name: str, values: npt.ArrayLike) -> npt.NDArray:
     if array.dtype.kind not in "biuf":
         raise DataError(
             f"{name}: an array of {array.dtype}; allowed are bool, integers and floats without missing values. Convert"
-            " it to numbers, labels by numpy.unique(y, return_inverse=True)[1]."
+            " the array to numbers, labels with numpy.unique(y, return_inverse=True)[1]."
         )
     return np.ascontiguousarray(array)

@@ -234,7 +234,9 @@ def _append(
         return _summary(str(out), described, reused=True)
     parts, options, sides = _read_parts(reader, options, run)
     if (names := sorted({side for part in sides.values() for side in part})) != sorted(described):
-        raise ConfigError(f"{options.input} gives the data sets {names}; {out} has {sorted(described)}. Give the same.")
+        raise ConfigError(
+            f"{options.input} has the data sets {names}, but {out} has {sorted(described)}. Use the same."
+        )
     addition, classes = make_addition(parts, described, options, out)
     parts = [replace(part, classes=classes) for part in parts]
     begin_addition(out, described, addition.number, made_from)
@@ -250,14 +252,14 @@ def _append(
         raise _continuable(error) from error
     undo_addition(out, described, addition.number)
     logger.warning(
-        "%s has the rows of an earlier delivery, under other names or times, so none was added.", options.input
+        "%s has the same rows as an earlier delivery (with other names or times), so no rows were added.", options.input
     )
     return _summary(str(out), described, reused=True)
 
 
 def _continuable(error: Exception) -> StorageError:
     """Returns the error of an ingest that the storage has interrupted."""
-    return StorageError(f"{str(error).rstrip('.')}. Once that is fixed, start the same again: it does what is left.")
+    return StorageError(f"{str(error).rstrip('.')}. Fix this, then start the same command again to continue.")
 
 
 def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatTraits:
@@ -291,7 +293,7 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
         of_part = [task for task in tasks if task.part == part.name]
         described |= _preview_part(part, sides[part.name], of_part, options, rows)
     if not any(facts["rows"] for facts in described.values()):
-        raise DataError(f"{options.input}: source {options.source!r} has no rows. Give more data.")
+        raise DataError(f"{options.input}: source {options.source!r} has no rows. Add data.")
     return _summary(options.out, described, reused=True)
 
 
@@ -375,7 +377,7 @@ def describe(path: str) -> DatasetSummary:
         for source, suffixes in (("csv", csv_files.SUFFIXES), ("jsonl", (".jsonl", ".jsonl.gz", ".ndjson"))):
             if folder.name.endswith(suffixes):
                 raise DataError(
-                    f"{path} is a text file; allowed are Parquet and a folder that an ingest made. What is in it shows"
+                    f"{path} is a text file; allowed are Parquet and a folder that an ingest wrote. To show the file:"
                     f" ray-app ingest --source {source} --input {path} --dry_run true."
                 )
         return _summary(path, {"": describe_parquet(path)}, reused=True)
@@ -565,8 +567,8 @@ def _shuffle(
         rows_out = sum(shard["rows"] for bucket in buckets[side] for shard in bucket["shards"])
         if rows_in != rows_out:
             raise StorageError(
-                f"{folder}: of {rows_in} rows that were written to be mixed {rows_out} came back. Remove it and start"
-                " again."
+                f"{folder}: {rows_in} rows were written for mixing, but {rows_out} were read back. Remove the folder"
+                " and start again."
             )
     return buckets
 

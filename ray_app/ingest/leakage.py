@@ -287,13 +287,13 @@ def make_leak_notes(side: str, leaks: Leaks | None) -> list[str]:
         if count:
             notes.append(
                 f"{count:,} of {leaks['rows']:,} rows of {side!r} overlap with rows of 'train': in the column {name!r}"
-                f" a row is the one before it, shifted by {shift} along axis {axis}. {remedy}"
+                f" a row repeats the row before it, shifted by {shift} along axis {axis}. {remedy}"
             )
     return notes
 
 
 _SELECTION = "Leave these rows out of one of the two sources"
 _DIVISION = (
-    "Divide by --group COLUMN, which keeps all rows of one value (a person, a recording) in one data set, or by"
-    " --split_by COLUMN, which takes the latest rows for the evaluation"
+    "Divide with --group COLUMN, which keeps all rows of one value (a person, a recording) in one data set, or with"
+    " --split_by COLUMN, which evaluates on the latest rows"
 )

@@ -66,98 +66,98 @@ class IngestOptions:
     """What to read and how to write it; checked by `ingest`.
 
     Args:
-        source: Raw format. images: a folder with one sub-folder a class, or with labels or masks elsewhere. coco: a
+        source: Raw format. images: a folder with one sub-folder per class, or with separate labels or masks. coco: a
             JSON file of COCO, or a folder of them. voc: a folder of Pascal VOC, with XML files. yolo: data.yaml of
             YOLO, or a folder with images, labels and classes.txt. csv: a .csv, .tsv or .gz file, or a folder of them.
-            jsonl: the same with one JSON object a line (.jsonl, .ndjson, .gz), or one list of objects a file (.json).
-            numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test as Keras'
-            mnist.npz, or the same with val, or train_images as in MedMNIST. idx: a folder with MNIST-format files.
-            webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord: TFRecord files of
-            `tf.train.Example`, as for webdataset. hf: what Hugging Face `datasets` saved with save_to_disk, or its
-            .arrow, .feather or .parquet files. parquet: nothing to do; it is checked and described. digits: the bundled
-            8x8 images.
-        out: Folder to create, on a disk or in a bucket. One that was made with the same options from the same files is
-            returned as it is; anything else that is not empty is refused, without append. Not for parquet.
+            jsonl: the same with one JSON object per line (.jsonl, .ndjson, .gz), or one list of objects per file
+            (.json). numpy: an .npz file or a folder with x.npy and y.npy, or with x_train, y_train, x_test and y_test
+            as in Keras' mnist.npz, or also with val, or with train_images as in MedMNIST. idx: a folder with
+            MNIST-format files. webdataset: tar files, as a folder, a file, or a pattern with * or {000..012}. tfrecord:
+            TFRecord files of `tf.train.Example`, as for webdataset. hf: a data set that Hugging Face `datasets` saved
+            with save_to_disk, or its .arrow, .feather or .parquet files. parquet: Parquet needs no conversion; it is
+            checked and described. digits: the bundled 8x8 images.
+        out: Folder to create, on a disk or in a bucket. A folder that was written with the same options from the same
+            files is returned unchanged; any other non-empty folder is refused, unless append is set. Not for parquet.
         input: File or folder to read, on a disk or in a bucket; not for digits.
         label: For csv, jsonl, hf and tfrecord: the column that becomes `label`; strings become class indices in sorted
-            order. For images: the column of the file of labels. For hf and tfrecord not needed if it is called label.
-            For webdataset: the key in each .json of an integer or text; not needed with .cls.
-        labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The column that names
-            the most images is found. If there is one other column, it becomes `label`, or `target` if it has fractions;
-            of several, the one that the option label names becomes `label`, and the others keep their names. `none`:
-            the images have no label. Default: the class is the folder of an image.
+            order. For images: the column of the file of labels. Not needed for hf and tfrecord if the column is called
+            label. For webdataset: the key in each .json with an integer or text; not needed with .cls.
+        labels: For images: a CSV file with a row for each image, on a disk or in a bucket. The column that names the
+            most images identifies the image. A single other column becomes `label`, or `target` if it has fractions. Of
+            several, the one in the option label becomes `label`, and the others keep their names. `none`: the images
+            have no label. Default: the class is the folder of an image.
         targets: For csv, jsonl, hf, tfrecord, and images with labels: columns of numbers that together become the array
-            column `target` of float32, in this order, such as 0 and 1 for each of several labels. By their names before
-            rename; integers above 2**24 are rounded.
-        masks: For images: a folder with the mask of each image, of the same path without its suffix or with `_mask` at
-            its end; it becomes the column `mask`, and images need no label.
+            column `target` of float32, in this order, such as 0 and 1 for each of several labels. Names are the ones
+            before rename; integers above 2**24 are rounded.
+        masks: For images: a folder with the mask of each image, with the same path except for the suffix, or with
+            `_mask` at its end. The mask becomes the column `mask`, and images need no label.
         mask_values: With masks: the name of each value, such as `0=background,255=object`, or of each colour,
-            `0/0/0=background,255/0/0=road`. The classes are numbered in this order; pixels of the name `ignore` get
-            255. Default: values, or the colours of a palette by their indices, are the classes already.
-        first_frame: For images: an animation or a file of several pages becomes its first picture, stored as PNG.
-        images: For coco and voc: the folder of the images. Default: one of those in which data sets usually have them.
+            `0/0/0=background,255/0/0=road`. The classes are numbered in this order; pixels with the name `ignore` get
+            255. Default: the values, or the indices in a palette, are the classes.
+        first_frame: For images: of an animation or a file with several pages, the first picture is stored, as PNG.
+        images: For coco and voc: the folder of the images. Default: one of the usual folders of such data sets.
         segmentation: For coco and yolo: the outlines of objects become the column `mask`, classes of pixels with 0 for
             the background and 255 for crowds.
-        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or what
-            of semicolon, tab and vertical bar the first rows of the first file are separated by.
-        column_names: For csv: names of the columns of files without a header line. A first line that holds just these
+        delimiter: For csv: the one character between values, such as ; or | (\\t is a tab). Default: a comma, or the
+            semicolon, tab or vertical bar that separates the first rows of the first file.
+        column_names: For csv: names of the columns of files without a header line. A first line with exactly these
             names is a header line.
         encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
         decimal: For csv: the decimal mark of numbers, a point or a comma.
-        null: For csv: a further spelling of a missing value, such as ?, or several; such values are missing in columns
-            of text, too.
-        ids: Columns of ids of users, products and the like, of text or integers, by their names before rename. Each
+        null: For csv: one or several further spellings of a missing value, such as ?; they also apply to columns of
+            text.
+        ids: Columns with ids of users, products and so on, as text or integers, by their names before rename. Each
             value becomes a number from 0, in the sorted order of the values of all data sets. The source is read once
-            more, and each different value is in memory.
-        ids_of: With ids: a folder that was ingested with these ids: its numbers count. A row with another value
+            more, and each distinct value is kept in memory.
+        ids_of: With ids: a folder that was ingested with these ids; its numbers are used. A row with another value
             cannot be used.
-        drop: Columns to leave out. They have their names in the source, or in the data set if the source has none.
+        drop: Columns to leave out, by their names in the source, or in the data set if the source has no names.
         classes: For csv, jsonl, hf, tfrecord and webdataset: all classes of the label, in the order in which they are
-            numbered from 0. A class of numbers is written as the number, such as -1. Default: texts in sorted order;
-            numbers stay as they are.
-        columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep, by their names
-            before rename, the label besides; default: all. For webdataset, json.KEY makes a column KEY of that value
-            of each .json, by the rules of jsonl.
+            numbered from 0. Numeric classes are written as numbers, such as -1. Default: texts are numbered in sorted
+            order; numbers stay unchanged.
+        columns: For csv, jsonl, hf, tfrecord, webdataset, and images with labels: the columns to keep in addition to
+            the label, by their names before rename; default: all. For webdataset, json.KEY makes a column KEY from this
+            value of each .json, by the rules of jsonl.
         ragged: For jsonl, hf and tfrecord: columns of lists of any length, also empty ones, by their names in the
-            source: lists of numbers, such as tokens, or of lists that have one size, that of the first that is not
-            empty, such as boxes. Default: lists have one shape in all rows.
-        flatten: For jsonl: the values of inner objects become columns, `a.b` of {"a": {"b": 1}}, also of other depths.
-        rename: New name by the name that a column would have, such as {"y": "target"}.
+            source: lists of numbers, such as tokens, or of lists with one size, such as boxes (the size of the first
+            non-empty list). Default: lists have the same shape in all rows.
+        flatten: For jsonl: values of nested objects become columns, such as `a.b` for {"a": {"b": 1}}, at any depth.
+        rename: New names of columns by their old names, such as {"y": "target"}.
         tokenizer: For csv, jsonl, hf and webdataset: a JSON file of the library `tokenizers` (tokenizer.json), on a
-            disk or in a bucket, by which texts become the column `tokens`, lists of int32. What it says of padding and
-            truncation is not done.
-        text: With a tokenizer: the column of texts, by the name that it would have; `tokens` stands in its place.
+            disk or in a bucket, that turns texts into the column `tokens`, lists of int32. Its padding and truncation
+            settings are ignored.
+        text: With a tokenizer: the column of texts, which `tokens` replaces.
         end_of_text: With a tokenizer: the token that is added at the end of each text, such as <|endoftext|>.
-        pack: With a tokenizer: number of tokens of a row. The texts of an input split, and of a data set, are put one
-            after the other and cut into blocks, each token once; the last block of an input split may be shorter.
-            There are no other columns then.
-        append: Add the rows to the data set in `out`, if there is one, which was made with the same options. A delivery
-            that was added before is recognized. Rows are divided between `train` and `eval` as in the first ingest;
-            with split_by from the same value on.
+        pack: With a tokenizer: number of tokens of a row. The texts of an input split are concatenated per data set and
+            cut into blocks, so that each token is used once; the last block of an input split may be shorter. The data
+            set then has no other columns.
+        append: Adds the rows to the data set in `out`, if one exists there; it must have been written with the same
+            options. A delivery that was added before is recognized. Rows are divided between `train` and `eval` as in
+            the first ingest; with split_by, at the same value.
         new_classes: With append: classes that the data set lacks get the next numbers; otherwise they are refused.
-        eval_fraction: Part of the rows, from 0 (none) to below 1, that goes to a data set `eval` beside `train`. A
-            keyed hash of the row's id decides, so the fraction is approximate, in each class, too; see also group,
-            split_by and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source
-            with other data sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx and
-            numpy with a `test`; otherwise none.
-        seed: Key of that hash; split_by does not use it.
-        group: With eval_fraction: a column, such as that of patients, of which all rows with one value go to one data
-            set: the hash is that of the value. The column stays, and the tabular tasks use it only if they name it.
-        split_by: With eval_fraction: a column of dates, times (in text as ISO 8601) or numbers, of which the rows with
-            the largest values go to `eval`, rows of one value together. Times without an
-            offset count as UTC. The source is read once more, and each different value takes 16 bytes of memory.
+        eval_fraction: Fraction of the rows, from 0 (none) to below 1, that goes to a data set `eval` instead of
+            `train`. A keyed hash of the row's id decides, so the fraction is approximate, also in each class; see also
+            group, split_by and stratify. If the source has `train` and `test`, `eval` is taken from `train`; a source
+            with other data sets is not divided. Default: 0.2 for digits, exactly stratified; 0.1 for idx and numpy with
+            a `test`; otherwise none.
+        seed: Key of the hash of eval_fraction; split_by does not use it.
+        group: With eval_fraction: a column, such as the patient. All rows with the same value go to the same data set,
+            by a hash of the value. The column is kept, and the tabular tasks use it only if they name it.
+        split_by: With eval_fraction: a column of dates, times (in text as ISO 8601) or numbers. The rows with the
+            largest values go to `eval`; rows with the same value stay together. Times without an offset are in UTC. The
+            source is read once more, and each distinct value takes 16 bytes of memory.
         stratify: With eval_fraction: `eval` has this fraction of each class of the label, rounded in each input split
             to a whole row. The rows are chosen at random.
-        shuffle: Mix the rows, so that a training may read them window by window. false: they keep the order of the
-            source, for `data.shuffle: false`. Formats with images in files of their own are always mixed.
-        check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decode each image now, so that a damaged one is
-            refused here and not in training.
+        shuffle: Mixes the rows, so that training may read them window by window. false: rows keep the order of the
+            source, for `data.shuffle: false`. Formats with separate image files are always mixed.
+        check: For images, coco, voc, yolo, webdataset, tfrecord and hf: decodes each image now, so that a damaged one
+            is refused now instead of during training.
         on_bad_row: fail stops at the first row that cannot be used. skip leaves it out and lists it with its reason in
             `_refused.jsonl`.
         max_bad_rows: Maximum rows that skip may leave out.
         shard_rows: Maximum rows of one Parquet file.
         split_bytes: Maximum bytes of an input split, which one task reads; a larger single file is one input split.
-            Decides where files begin, like shard_rows, and not how many tasks run.
+            Like shard_rows, the value decides where files begin, not how many tasks run.
     """
 
     source: Source
@@ -241,7 +241,7 @@ def _to_python(text: str) -> str:
     return _OPTION.sub(render, text)
 
 
-_ALTERNATIVES = {"label": " (a column gets another name by --rename '{NAME: label}')"}
+_ALTERNATIVES = {"label": " (rename a column with --rename '{NAME: label}')"}
 
 
 def _is_delimiter(text: str) -> bool:
@@ -253,60 +253,60 @@ def _is_delimiter(text: str) -> bool:
 
 
 RULES = (
-    Rule("new_classes", lambda o: not o.append, ", which needs --append true; give that, too, or leave it out."),
-    Rule("mask_values", lambda o: not o.masks, ", which needs --masks; give that, too."),
+    Rule("new_classes", lambda o: not o.append, ", which needs --append true; set that, or leave new_classes out."),
+    Rule("mask_values", lambda o: not o.masks, ", which needs --masks; set both."),
     *(
         Rule(
             name,
             lambda o: o.source == "images" and o.labels in (None, "none"),
-            ", a column of a file of labels; name the file by --labels.",
+            ", a column of a file of labels; name the file with --labels.",
         )
         for name in ("label", "columns", "targets")
     ),
     *(
-        Rule(name, lambda o: o.pack is not None, ": with pack there are no columns but the tokens; leave it out.")
+        Rule(name, lambda o: o.pack is not None, ", but with pack the tokens are the only column; leave it out.")
         for name in ("ragged", "targets", "ids")
     ),
-    Rule("ids_of", lambda o: not o.ids, ", which needs --ids; name the columns of ids, too."),
+    Rule("ids_of", lambda o: not o.ids, ", which needs --ids; set --ids to the columns of ids."),
     Rule(
         "ids",
         lambda o: {*o.ids} & {"label", o.label, *(o.targets or ()), *(o.drop or ())},
-        ", and one of them is the label, a target, or left out; name other columns.",
+        ", but one of them is the label, a target, or left out; name other columns.",
     ),
     *(
-        Rule(name, lambda o: o.tokenizer is None, ", which is of texts that become tokens; give a tokenizer, too.")
+        Rule(name, lambda o: o.tokenizer is None, ", which needs --tokenizer; set both.")
         for name in ("text", "end_of_text", "pack")
     ),
     Rule("targets", lambda o: _has_repeated(o.targets), "; allowed are one or more names, each once."),
-    Rule("targets", lambda o: o.label in o.targets, ", and label is {c.label}, one of them; leave it out of one."),
-    Rule("targets", lambda o: {*o.targets} & {*(o.drop or ())}, ", and drop has one of them; leave it out of one."),
-    Rule("targets", lambda o: {*o.targets} & {*o.rename}, ", and rename has one of them; leave it out of one."),
+    Rule("targets", lambda o: o.label in o.targets, ", and label is {c.label}, one of them; remove it from one."),
+    Rule("targets", lambda o: {*o.targets} & {*(o.drop or ())}, ", and drop has one of them; remove it from one."),
+    Rule("targets", lambda o: {*o.targets} & {*o.rename}, ", and rename has one of them; remove it from one."),
     Rule(
         "delimiter",
         lambda o: not _is_delimiter(o.delimiter),
         r"; allowed is one ASCII character, such as ; or | or \t, but no quote and no line end.",
     ),
-    Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; give each its own character."),
+    Rule("delimiter", lambda o: o.delimiter == o.decimal, ", and so is decimal; use different characters."),
     Rule(
         "classes",
         lambda o: o.classes and _has_repeated(o.classes),
         "; allowed are names that are not empty, each once.",
     ),
-    Rule("classes", lambda o: o.label is None, " and label is not set; name the column of the label, too."),
-    Rule("columns", lambda o: not o.columns, "; name at least one column to keep, or leave it out to keep all."),
+    Rule("classes", lambda o: o.label is None, ", but label is not set; set it to the column of the label."),
+    Rule("columns", lambda o: not o.columns, "; name at least one column to keep, or leave columns out to keep all."),
     Rule("column_names", lambda o: _has_repeated(o.column_names), "; allowed are one or more names, each once."),
     Rule(
         "group",
         lambda o: o.group in ("label", "row_id", o.label),
-        ", which is no group of rows; name another column.",
+        ", which does not group rows; name another column.",
     ),
-    Rule("split_by", lambda o: o.group, ", and group is {c.group}; rows can be divided by one of them only."),
+    Rule("split_by", lambda o: o.group, ", and group is {c.group}; rows can be divided by only one of them."),
     Rule(
         "shuffle",
         lambda o: o.pack or o.source in ("images", "coco", "voc", "yolo"),
-        ", and images in files of their own and packed texts are always mixed; leave it out.",
+        ", but separate image files and packed texts are always mixed; leave shuffle out.",
     ),
-    Rule("stratify", lambda o: o.group or o.split_by, "; rows can be divided by it, by group or by split_by only."),
+    Rule("stratify", lambda o: o.group or o.split_by, "; divide by one of stratify, group and split_by only."),
 )
 """Combinations of options that are refused."""
 
@@ -327,13 +327,13 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
     refuse(check_fields(options), "ingest")
     traits = formats[options.source]
     if traits.has_input != bool(options.input):
-        needs = "needs an input; give a file or folder" if traits.has_input else "reads no input; leave it out"
+        needs = "needs an input; set it to a path" if traits.has_input else "reads no input; leave it out"
         raise ConfigError(f"input is {options.input!r}: source {options.source!r} {needs}.")
     if traits.has_output != bool(options.out) and (needs_output or options.out):
-        needs = "needs a folder to create" if traits.has_output else "is trained on as it is; leave out away"
+        needs = "needs a folder to create" if traits.has_output else "needs no conversion; leave the option out"
         raise ConfigError(f"out is {options.out!r}: source {options.source!r} {needs}.")
     if options.input and options.out and is_within(to_location(options.out), to_location(options.input)):
-        raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; give a folder beside it.")
+        raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; name a folder outside it.")
     _check_options_of_format(options, formats)
     refuse(find_broken_rules(options, RULES), "ingest")
 
@@ -348,13 +348,13 @@ def _check_options_of_format(options: IngestOptions, formats: Mapping[str, Forma
     }
     if not formats[options.source].has_output and (names := [name for name in changed if name != "input"]):
         raise ConfigError(
-            f"{names[0]} is {changed[names[0]]!r}: source {options.source!r} is trained on as it is, and nothing is"
-            " written; leave it out, or ingest these files by --source hf."
+            f"{names[0]} is {changed[names[0]]!r}: source {options.source!r} needs no conversion and writes no files;"
+            " leave the option out, or ingest these files with --source hf."
         )
     limited = frozenset[str]().union(*(traits.options for traits in formats.values()))
     for name in sorted(limited & changed.keys() - formats[options.source].options):
         allowed = [source for source, traits in formats.items() if name in traits.options]
         raise ConfigError(
-            f"{name} is {changed[name]!r}: only {', '.join(allowed)} {'has' if len(allowed) == 1 else 'have'} it; leave"
-            f" it out for {options.source!r}{_ALTERNATIVES.get(name, '')}."
+            f"{name} is {changed[name]!r}, an option only of {', '.join(allowed)}; leave it out for"
+            f" {options.source!r}{_ALTERNATIVES.get(name, '')}."
         )

@@ -83,7 +83,7 @@ def load_existing(
 
 def _occupied_error(out: Location, reason: str) -> ConfigError:
     return ConfigError(
-        f"out {str(out)!r} is not empty and {reason}. Nothing was written: give another folder or remove it."
+        f"out {str(out)!r} is not empty and {reason}. No files were written: name another folder or remove this one."
     )
 
 
@@ -108,11 +108,9 @@ def _difference(out: Location, parts: dict[str, Any], made_from: dict[str, Any],
         compared = [key for key in now if not (is_addition and key == "classes")]
         changed = [f"{key} {before[key]!r}, now {now[key]!r}" for key in compared if before[key] != now[key]]
         if changed:
-            return "was made with other options: " + ", ".join(changed)
+            return "was written with other options: " + ", ".join(changed)
         if not is_addition and part["made_from"]["source_digest"] != made_from["source_digest"]:
-            return (
-                "its source has changed since (names, sizes or times of the files); append=true adds other files to it"
-            )
+            return "its source has changed since (names, sizes or times of the files); append=true adds new files"
         for shard in part["shards"]:
             if not has_files(side_folder(out, name), [shard]):
                 return f"its shard {side_folder(out, name) / shard['path']} is missing or of another size"

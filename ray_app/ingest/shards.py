@@ -146,7 +146,7 @@ class Shards(RowWriter):
             # pyarrow raises it without a number for types that Parquet cannot store; an error of the disk has one.
             if error.errno is None:
                 raise DataError(
-                    f"the columns {table.column_names} cannot be written: {error}. Leave out the one that it is."
+                    f"the columns {table.column_names} cannot be written: {error}. Leave out the column in question."
                 ) from error
             raise
         self._shard_rows += table.num_rows
@@ -335,7 +335,7 @@ def refuse_empty_side(
         return
     rows = kept + sum(len(refused[other]) for other in sides)
     where = f"the side {side!r} of the split gets" if len(sides) > 1 and rows else f"source {options.source!r} has"
-    raise DataError(f"{options.input}: {where} no rows of {rows}. Give more data or another fraction.")
+    raise DataError(f"{options.input}: {where} no rows of {rows}. Add data or set another fraction.")
 
 
 def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, Any]:
@@ -351,8 +351,8 @@ def merge_columns(descriptions: list[dict[str, Any]], files: str) -> dict[str, A
         without_nulls = {name: {**column, "nulls": 0} for name, column in facts.items()}
         if columns and without_nulls != {name: {**column, "nulls": 0} for name, column in columns.items()}:
             raise DataError(
-                f"A part of the input gives the columns {without_nulls}, another one {columns}; all files of a data set"
-                " have the same. Correct the input."
+                f"One part of the input has the columns {without_nulls}, another has {columns}; all files of a data set"
+                " need the same. Correct the input."
             )
         for name, column in facts.items():
             columns.setdefault(name, {**column, "nulls": 0})["nulls"] += column["nulls"]
@@ -400,7 +400,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         path = manifest.paths[number]
         with (
-            parser_errors(to_location(dataset.root) / path, "It cannot be read as Parquet; restore it."),
+            parser_errors(to_location(dataset.root) / path, "The file cannot be read as Parquet; restore it."),
             DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):

@@ -51,8 +51,8 @@ class Runs(RowWriter):
             total = self._columns.setdefault(column.name, facts)
             if {**total, "nulls": 0} != {**facts, "nulls": 0}:
                 raise DataError(
-                    f"the column {column.name!r} is {total} in one file of the input and {facts} in another one; all"
-                    " files of a data set have the same. Correct the input."
+                    f"the column {column.name!r} is {total} in one file of the input and {facts} in another; all files"
+                    " of a data set need the same type. Correct the input."
                 )
             total["nulls"] += count_missing(table[column.name])
         self._pending.append(table)
@@ -193,7 +193,7 @@ def _read_run(run: Location, low: int, high: int) -> list[pa.Table]:
             numbers = range(max(0, bisect_left(first, low) - 1), bisect_left(first, high))
             return [_between(pa.Table.from_batches([file.get_batch(number)]), low, high) for number in numbers]
     except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{run}, which this ingest wrote, cannot be read: {error}") from error
+        raise StorageError(f"{run}, written by this ingest, cannot be read: {error}") from error
 
 
 def _open_run(run: Location) -> Any:

@@ -102,12 +102,12 @@ def choose_sides(parts: list[sources.Part], options: IngestOptions, are_divided:
     if are_divided or not options.eval_fraction:
         if rule := next((name for name in ("group", "split_by", "stratify") if getattr(options, name)), None):
             raise ConfigError(
-                f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided here; give"
-                " --eval_fraction, if the source does not have an evaluation set itself."
+                f"{rule} is {getattr(options, rule)!r}, but source {options.source!r} is not divided; set"
+                " --eval_fraction, unless the source has an evaluation set."
             )
         return {name: (name,) for name in names}
     if not set(names) <= {"", "train", "test"}:
-        raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source itself has {names}. Leave it out.")
+        raise ConfigError(f"eval_fraction is {options.eval_fraction}, but the source has {names}. Leave it out.")
     return {name: (name,) if name == "test" else ("train", "eval") for name in names}
 
 
@@ -177,8 +177,8 @@ class Refusals:
         reason = remove_addresses(reason)
         if self._options.on_bad_row == "fail":
             raise DataError(
-                f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or leave such rows out with"
-                f" --on_bad_row skip."
+                f"{self._options.input}: row {row_id}: {reason}. Correct or remove it, or skip such rows with"
+                " --on_bad_row skip."
             )
         self.rows.append((row_id, reason))
         check_refused_count(len(self.rows), self._options, row_id, reason)
@@ -188,7 +188,7 @@ def check_refused_count(refused: int, options: IngestOptions, row_id: str, reaso
     """Raises DataError if more rows are refused than the options allow; the message names the last of them."""
     if refused > options.max_bad_rows:
         raise DataError(
-            f"{options.input}: more than --max_bad_rows {options.max_bad_rows} rows cannot be used; one more is"
+            f"{options.input}: more than --max_bad_rows {options.max_bad_rows} rows cannot be used; the next is"
             f" {row_id}: {reason}. Correct them, or raise --max_bad_rows."
         )
 
@@ -231,7 +231,7 @@ def write_input_split(task: InputSplitTask) -> Record:
     expected = task.input_split.rows
     if expected is not None and rows != expected:
         raise DataError(
-            f"{options.input}: {expected} rows expected, {rows} read. The files changed meanwhile: start again."
+            f"{options.input}: {expected} rows expected, but {rows} read: the files changed meanwhile. Start again."
         )
     sides = {side: sink.description() | {"refused": []} for side, sink in sinks.items()}
     for row in refusals.rows:
@@ -282,7 +282,7 @@ def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
     if absent := [name for name in names if name not in columns]:
         raise ConfigError(f"drop names {absent[0]!r}; the columns are {columns}. Name these.")
     if set(names) == set(columns):
-        raise ConfigError(f"drop names all columns, {columns}; leave one of them.")
+        raise ConfigError(f"drop names all columns, {columns}; keep at least one.")
     return table.drop_columns(names) if names else table
 
 
@@ -299,7 +299,7 @@ def _stack_targets(table: pa.Table, names: list[str], refuse: sources.Refuse) ->
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
             raise DataError(f"targets names {name!r}, a column of {kind}; allowed are numbers, and true and false.")
         is_finite = pc.fill_null(pc.is_finite(table[name].cast(pa.float32(), safe=False)), False)
-        table = without_rows(table, pc.invert(is_finite), refuse, f"no number in {name}, which is one of the targets")
+        table = without_rows(table, pc.invert(is_finite), refuse, f"no number in {name}, one of the targets")
     values = [table[name].cast(pa.float32(), safe=False).to_numpy() for name in names]
     column, array = to_column("target", np.stack(values, axis=1))
     return table.drop_columns(names).append_column(column, array)
@@ -313,7 +313,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: sources.R
         raise ConfigError(f"rename names {sorted(rename.keys() - set(before))}; the columns are {before}. Name these.")
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"two columns of one name in {names}; `row_id` is ours. Give one of them another name by --rename."
+            f"two columns with the same name in {names} (`row_id` is reserved). Rename one with --rename."
         )
     table = pa.table(table.columns, pa.schema([f.with_name(n) for f, n in zip(table.schema, names, strict=True)]))
     if "label" not in names:
@@ -332,7 +332,7 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: sources.R
         too_large = pc.greater(table["label"], pa.scalar(2**63 - 1, kind))
         refused = table.filter(too_large).select(["row_id", "label"]).to_pydict()
         for row_id, label in zip(*refused.values(), strict=True):
-            refuse(row_id, f"label {label}; it is too large for an integer of 64 bits")
+            refuse(row_id, f"label {label} is too large for an integer of 64 bits")
         table = table.filter(pc.invert(too_large))
     final = pa.field("label", pa.int64(), nullable=False)
     return table.set_column(names.index("label"), final, table["label"].cast(pa.int64()))
@@ -443,24 +443,24 @@ def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: s
     if column not in table.column_names:
         if options.stratify and "target" in table.column_names:
             raise ConfigError(
-                "stratify is true, and the label has several classes a row, as the array 'target'; rows are divided by"
-                " one class each. Leave stratify out."
+                "stratify is true, and the label has several classes per row, as the array 'target', but stratification"
+                " needs one class per row. Leave stratify out."
             )
         option = "group" if options.group else "split_by" if options.split_by else "stratify"
         raise ConfigError(f"{option} needs the column {column!r}; the columns are {table.column_names[1:]}. Name one.")
     missing = pc.is_null(table[column], nan_is_null=True)
     if is_text(table[column].type):
         missing = pc.or_(missing, pc.fill_null(pc.equal(table[column], ""), True))
-    table = without_rows(table, missing, refuse, f"no {column}, by which rows are divided")
+    table = without_rows(table, missing, refuse, f"no {column}, which divides the rows")
     if not options.split_by or not is_text(table[column].type):
         return table
     is_time = np.ones(table.num_rows, np.bool_)
     for row, value in find_no_times(table[column]):
         is_time[row] = False
-        hint = " (with zeros before it, a number is text)" if re.fullmatch(r"0\d+", value) else ""
+        hint = " (a number with leading zeros is text)" if re.fullmatch(r"0\d+", value) else ""
         refuse(
             table["row_id"][row].as_py(),
-            f"{column} is {value[:_MAX_VALUE_CHARS]!r}, by which rows are divided; allowed are {ALLOWED_TIMES}{hint}",
+            f"{column} is {value[:_MAX_VALUE_CHARS]!r}, but rows are divided by it; allowed are {ALLOWED_TIMES}{hint}",
         )
     return table.filter(pa.array(is_time))
 
@@ -498,17 +498,17 @@ class Texts:
         try:
             content = to_location(str(options.tokenizer)).read_bytes()
             if foreign := name_foreign_file(content[:HEAD_BYTES]):
-                raise ValueError(f"it is {foreign}")
+                raise ValueError(f"the file is {foreign}")
             self.encoder = TextEncoder(content.decode(), options.end_of_text, options.text)
         except LookupError as error:
             raise ConfigError(
-                f"end_of_text {options.end_of_text!r} is no token of {options.tokenizer}; name one of its vocabulary."
+                f"end_of_text {options.end_of_text!r} is not a token of {options.tokenizer}; name one of its tokens."
             ) from error
         except Exception as error:
             # The library raises `Exception` itself.
             raise ConfigError(
-                f"tokenizer {options.tokenizer!r} cannot be read: {error}. Give a JSON file that the library tokenizers"
-                " has saved (tokenizer.json)."
+                f"tokenizer {options.tokenizer!r} cannot be read: {error}. Name a JSON file saved by the library"
+                " tokenizers (tokenizer.json)."
             ) from error
         self.digest = hashlib.sha256(content).hexdigest()
 
@@ -521,22 +521,22 @@ class Texts:
         if name not in table.column_names:
             raise DataError(
                 f"{self._options.input}: no column {name!r} of texts; the columns are {table.column_names[1:]}. Name"
-                f" one by --text."
+                " one with --text."
             )
         if not pa.types.is_string(table[name].type):
             raise DataError(
-                f"{self._options.input}: column {name!r} holds {table[name].type}, no text. Name another one by --text."
+                f"{self._options.input}: column {name!r} holds {table[name].type}, not text. Name another with --text."
             )
         if TOKENS in table.column_names and name != TOKENS:
             raise ConfigError(
-                f"the column {name!r} becomes {TOKENS!r}, but the data has another column of this name. Name it by"
-                f" --rename."
+                f"the column {name!r} becomes {TOKENS!r}, but the data has another column of this name. Rename it with"
+                " --rename."
             )
         table = without_rows(table, pc.is_null(table[name]), refuse, f"no {name}; every row needs a text")
         token_ids = self.encoder.encode(table[name].to_pylist())
         lengths = np.array([len(ids) for ids in token_ids], np.int64)
         if not self._options.pack:
-            table = without_rows(table, pa.array(lengths == 0), refuse, f"the tokenizer makes no token of its {name}")
+            table = without_rows(table, pa.array(lengths == 0), refuse, f"the tokenizer makes no token from its {name}")
             token_ids = [ids for ids in token_ids if len(ids)]
         tokens = _to_lists(
             np.concatenate([*token_ids, np.empty(0, np.int32)]), np.array([len(ids) for ids in token_ids], np.int64)

@@ -186,7 +186,7 @@ def _merge(first: Statistics, second: Statistics) -> Statistics:
 
 
 CONVERT = "convert it to numbers, text, bytes or lists of numbers"
-NO_VALUE = "it has no value in any row"
+NO_VALUE = "the column has no value in any row"
 HEADER = ("column", "type", "use", "missing", "values")
 """Heads of the table of columns."""
 _MAX_SHOWN = 6
@@ -349,7 +349,7 @@ class PartSummary:
             + (f", {_count(len(self.class_counts), 'class')}" if self.class_counts else "")
             + (f", {_count(self.skipped_files, 'other file')} left out" if self.skipped_files else "")
             + (f", {_count(self.refused, 'row')} refused" if self.refused else "")
-            + (f" ({listed}, with the reason)" if self.skipped_files or self.refused else "")
+            + (f" ({listed}, with reasons)" if self.skipped_files or self.refused else "")
         )
 
 
@@ -469,7 +469,7 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal
         row_id, value = first["truth"]
         return (
             f"column {name!r} is text: {total['truth']} of its {values} values are true or false, and the others are"
-            f" numbers, the first is {value!r} in {row_id}. Write all of them as true and false, or all as numbers."
+            f" numbers, the first is {value!r} in {row_id}. Write all values as true and false, or all as numbers."
         )
     # A column of all numbers, some with leading zeros, is text by intention: the reader of CSV files names it.
     is_intended = total["numbers"] == values and total["zeros"] > 0
@@ -483,8 +483,8 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal
         return _note_on_written(name, total["written"], values, first["written"], decimal)
     row_id, value = first["any"]
     return (
-        f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id}: they"
-        f" are text in the source{'' if is_truth else ', or too long for 64 bits'}."
+        f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id},"
+        f" because they are text in the source{'' if is_truth else ', or too long for 64 bits'}."
     )
 
 
@@ -493,19 +493,19 @@ def _note_on_others(name: str, kind: str, others: int, values: int, first: list[
     row_id, value = first
     return (
         f"column {name!r} is text: {others} of its {values} values are not {kind}, the first is {value!r} in {row_id}."
-        f" Correct them, or leave them empty where they are missing, if it is to hold {kind}."
+        f" If the column contains {kind}, correct them, or leave missing values empty."
     )
 
 
 def _note_on_written(name: str, written: int, values: int, first: list[str], decimal: str | None) -> str:
     """Returns the sentence about a column of numbers, some of which are written in another way."""
     row_id, value = first
-    remedy = "Write them with digits and a decimal point alone, as in 1234.5."
+    remedy = "Write them with digits and a decimal point only, as in 1234.5."
     if decimal == "." and re.match(number_pattern(","), value):
-        remedy = f"{remedy[:-1]}, or give --decimal , where the values are to be read so."
+        remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
     elif decimal == ",":
-        remedy = "Correct them; the options say that numbers have the decimal mark ','."
+        remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
     return (
-        f"column {name!r} is text: {written} of its {values} values are numbers written in another way, the first is"
+        f"column {name!r} is text: {written} of its {values} values are numbers in another notation, the first is"
         f" {value!r} in {row_id}. {remedy}"
     )

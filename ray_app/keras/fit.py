@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 _TASK = "ray_app.task.keras.KerasTask"
 _LINES = "ray_app.keras.history.EpochLines"
 _WORKERS = "scaling.max_workers"
-_UNTRACKED = f"There is no MLflow run, since MLflow is {explain_extra('mlflow')}"
+_UNTRACKED = f"The run is not recorded in MLflow, which is {explain_extra('mlflow')}"
 
 
 def fit(
@@ -171,7 +171,7 @@ def fit(
     first_epoch = initial_epoch if before is None else 0
     if first_epoch and name is not None:
         raise ConfigError(
-            f"initial_epoch is {initial_epoch}, and there is no run {name!r} that could go on there. Leave name or"
+            f"initial_epoch is {initial_epoch}, but no run {name!r} exists that could continue there. Leave name or"
             " initial_epoch out."
         )
     # Keras' own seed decides where no field does.
@@ -238,7 +238,7 @@ def _follow_run(group: Group, model: Any) -> History:
     run = group.broadcast(None)
     paths = RunPaths(to_location(run["path"]))
     if (summary := read_json(paths.summary)) is None:
-        print(f"The run has ended. This machine does not have its folder, {run['path']}, so this program ends, too.")
+        print(f"The run has ended. This machine does not have its folder, {run['path']}, so this program also ends.")
         raise SystemExit(0)
     users_model = model if isinstance(model, library.import_keras().Model) else None
     result = Result(paths.root, summary, load_trained_job(paths).task)
@@ -255,8 +255,8 @@ def _limit_steps(initial_epoch: int, epochs: int, steps_per_epoch: int | None) -
     epochs = min(epochs, config.max_epochs() or epochs)
     if initial_epoch >= epochs:
         raise ConfigError(
-            f"initial_epoch is {initial_epoch}, and epochs is {epochs}, the number of the last one; there is nothing to"
-            " train. Give a higher number of epochs."
+            f"initial_epoch is {initial_epoch}, but epochs is {epochs}, the number of the last epoch, so no epoch is"
+            " left to train. Raise epochs."
         )
     return epochs, min(filter(None, (steps_per_epoch, config.max_steps_per_epoch())), default=None)
 
@@ -321,8 +321,8 @@ def _refuse_other_arrays(config: Config, before: Config | None) -> None:
     """Raises RunExistsError if the run of this name was trained on other rows; a folder's name is their digest."""
     if before is not None and to_location(before.data.path).name != to_location(config.data.path).name:
         raise RunExistsError(
-            f"The run {config.run.name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Give"
-            " another name for a new run, or the same rows, or that path as x, to continue it."
+            f"The run {config.run.name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Choose"
+            " another name for a new run, or pass the same rows, or the first path as x, to continue it."
         )
 
 
@@ -331,8 +331,8 @@ def _evaluation_cadence(validation_freq: Any, first_epoch: int) -> int:
     numbers = validation_freq if isinstance(validation_freq, list | tuple) else [validation_freq]
     if not numbers or not all(isinstance(number, int) and number > 0 for number in numbers):
         raise ConfigError(
-            f"validation_freq is {validation_freq!r}; give the epochs between two evaluations, or a list of epochs,"
-            " counted from 1."
+            f"validation_freq is {validation_freq!r}; set it to the epochs between two evaluations, or to a list of"
+            " epochs, counted from 1."
         )
     return math.gcd(*numbers, first_epoch)
 
@@ -423,13 +423,13 @@ def _locate(run: History, x: Any, columns: FitColumns) -> str:
 def _task_of(run: History) -> KerasTask:
     if not isinstance(run, History):
         raise ConfigError(
-            f"The first argument is a {type(run).__name__}; give what fit has returned. A model that was given to fit"
-            " has the trained weights, so its own evaluate and predict work, too."
+            f"The first argument is a {type(run).__name__}; pass the result of fit. A model that was passed to fit has"
+            " the trained weights, so its evaluate and predict also work."
         )
     if library.inner_optimizer(run.model.optimizer).use_ema:
         raise ConfigError(
-            "Training has ended with the average that the optimizer keeps (use_ema), and checkpoints of the run have"
-            " the weights that it would go on with. Use history.model.evaluate and history.model.predict."
+            "Training has ended with the optimizer's average (use_ema), but checkpoints of the run have the trained"
+            " weights. Use history.model.evaluate and history.model.predict."
         )
     assert isinstance(run.result.task, KerasTask)
     return run.result.task
@@ -439,13 +439,13 @@ def _read_class_weight(weights: Mapping[int, float], sample_weight: Any) -> dict
     """Returns weights by the numbers of classes."""
     if sample_weight is not None:
         raise ConfigError(
-            "You cannot `class_weight` and `sample_weight` at the same time. Multiply the weights, and give them as"
-            " sample_weight."
+            "You cannot `class_weight` and `sample_weight` at the same time. Multiply the weights, and pass the product"
+            " as sample_weight."
         )
     try:
         return {int(number): float(weight) for number, weight in weights.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"class_weight is {weights!r}; give a weight for each number of a class: {{0: 1.0}}.") from (
+        raise ConfigError(f"class_weight is {weights!r}; map each class number to a weight, such as {{0: 1.0}}.") from (
             error
         )
 

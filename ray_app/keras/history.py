@@ -116,7 +116,7 @@ def make_history(
     names = dict.fromkeys(name for names in ordered for name in names if task.is_reported(name))
     if missing := [name for name in names if name.startswith("val_") and name.removeprefix("val_") not in names]:
         logger.warning(
-            "The history has %s, and not the same of the training rows: these are not means over rows.",
+            "The history has %s, but no such values of the training rows, because these are not means over rows.",
             ", ".join(missing),
         )
     history = {name: [values[name] for values in epochs if name in values] for name in names}

@@ -44,7 +44,7 @@ _LOAD_SAVED, _LOAD_STORED = "ray_app.task.keras.program.load_saved", "ray_app.ta
 _FIRST_ROWS = 2
 """Number of rows with which Keras makes the weights of a model."""
 _SUFFIX = ".keras"
-_ADVICE = "Or give fit a function that returns the compiled model, in a module that workers can import."
+_ADVICE = "Or pass fit a function that returns the compiled model, in a module that workers can import."
 
 _BATCH_SIZE = 32
 """Keras' default."""
@@ -55,10 +55,10 @@ _STEPS = {"x": "steps_per_epoch", "validation_data": "validation_steps"}
 _ENDLESS, _UNKNOWN = -1, -2
 """Numbers of batches as tf.data has them."""
 _PROGRESS_S = 10.0
-_UNEVEN = "Batches differ in size, and all steps have the rows of the first. "
+_UNEVEN = "Batches differ in size, but all steps use the size of the first. "
 _FROZEN = (
-    "What is random in a batch stays as it was read: put keras.layers.RandomFlip and the like into the model, or, for"
-    ' images of uint8, give fields={"task.init_args.transforms": [...]}.'
+    "Random values in a batch stay as they were read: put layers such as keras.layers.RandomFlip into the model, or,"
+    ' for images of uint8, set fields={"task.init_args.transforms": [...]}.'
 )
 Fields = dict[str, Any]
 """Fields of a configuration by their dotted names."""
@@ -99,7 +99,7 @@ class FitColumns:
         if not (columns := parts["x"] | parts["y"]):
             raise ConfigError(f"x is an empty {type(x).__name__}; the model needs at least one array of rows.")
         if self.sample_weight is None and sample_weight is not None:
-            raise ConfigError("The data has a sample_weight, and the training had none. Leave it out.")
+            raise ConfigError("The data has a sample_weight, but the training had none. Leave it out.")
         weights = sample_weight
         if weights is None and self.sample_weight is not None:
             rows = len(next(iter(columns.values())))
@@ -111,7 +111,7 @@ class FitColumns:
         sizes = {argument: [len(values) for values in part.values()] for argument, part in parts.items() if part}
         if len(set(chain(*sizes.values()))) > 1:
             text = ", ".join(f"{argument} has {' and '.join(map(str, rows))} rows" for argument, rows in sizes.items())
-            raise ConfigError(f"The arrays differ in length: {text}. Each row needs one entry in each.")
+            raise ConfigError(f"The arrays differ in length: {text}. Each row needs one entry in each array.")
         return columns | parts["sample_weight"]
 
 
@@ -159,8 +159,8 @@ def fill_columns(columns: Columns | None, values: Any, argument: str, may_be_inf
     arrays = values if isinstance(values, Mapping) else dict(enumerate(values)) if _is_list(values) else {}
     if arrays.keys() != names.keys():
         raise ConfigError(
-            f"{argument} is a {type(values).__name__} of {list(arrays)}, and the model is trained with {list(names)}."
-            " Give an array for each of these."
+            f"{argument} is a {type(values).__name__} of {list(arrays)}, but the model is trained with {list(names)}."
+            " Pass an array for each of these."
         )
     return {name: _to_column(arrays[key], f"{argument}[{key!r}]", may_be_infinite) for key, name in names.items()}
 
@@ -175,7 +175,7 @@ def split_rows(arrays: Arrays, fraction: float) -> tuple[Arrays, Arrays]:
     split_at = math.floor(rows * (1.0 - fraction))
     if not 0 < split_at < rows:
         raise ConfigError(
-            f"validation_split is {fraction} of {rows} rows; both parts need rows. Give a number between 0 and 1."
+            f"validation_split is {fraction} of {rows} rows; both parts need rows. Set a number between 0 and 1."
         )
     first = {name: values[:split_at] for name, values in arrays.items()}
     return first, {name: values[split_at:] for name, values in arrays.items()}
@@ -290,11 +290,11 @@ class RowArguments:
         problems = {
             "validation_split and validation_data are set; leave one of them out.": self.validation_split
             and self.validation_data is not None,
-            "validation_split is for arrays. Give validation_data=; ray-app ingest --eval_fraction holds rows out.": (
+            "validation_split is for arrays. Pass validation_data=; ray-app ingest --eval_fraction holds rows out.": (
                 self.validation_split and (has_path or has_batches)
             ),
-            "y is set, and x is a path; name the column of the targets: target=.": has_path and self.y is not None,
-            "inputs and target name columns of a data set, and x is not a path. Leave them out.": not has_path
+            "y is set, but x is a path; name the column of the targets: target=.": has_path and self.y is not None,
+            "inputs and target name columns of a data set, but x is not a path. Leave them out.": not has_path
             and (self.inputs, self.target) != (None, None),
             **{
                 f"When providing `x` as a {kind}, `{name}` should not be passed. Instead, it should be included as part"
@@ -309,13 +309,13 @@ class RowArguments:
         """Returns the columns of a data set that a model takes; by default an ingest has named them."""
         weights = self.sample_weight
         if weights is not None and not isinstance(weights, str):
-            raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path it is the name of a column.")
+            raise ConfigError(f"sample_weight is a {type(weights).__name__}; with a path, name a column.")
         columns = open_dataset(path).facts.columns
         inputs = self.inputs or next((name for name in _INPUTS if name in columns), None)
         if inputs is None:
             raise ConfigError(
-                f"{path} has the columns {', '.join(columns)}, of which none is {' or '.join(_INPUTS)}. Name the inputs"
-                ' and the target: inputs="pixels", target="digit".'
+                f"{path} has the columns {', '.join(columns)}, but none of {' or '.join(_INPUTS)}. Name the inputs and"
+                ' the target: inputs="pixels", target="digit".'
             )
         return FitColumns(inputs, self.target or next((name for name in _TARGETS if name in columns), None), weights)
 
@@ -381,7 +381,7 @@ def store_batches(
         ConfigError: The source never ends, or has no batch, or a batch is refused.
     """
     if steps is None and _count_batches(x) == _ENDLESS:
-        raise ConfigError(f"{name} is a {type(x).__name__} without an end. Give {_STEPS[name]}, the batches to read.")
+        raise ConfigError(f"{name} is a {type(x).__name__} without an end. Set {_STEPS[name]}, the batches to read.")
     unpack = library.import_keras().utils.unpack_x_y_sample_weight
     sizes, rows = list[int](), dict[str, tuple[np.dtype, tuple[int, ...]]]()
     shown_s = time.monotonic()
@@ -395,7 +395,7 @@ def store_batches(
                 kinds = {column: (array.dtype, array.shape[1:]) for column, array in arrays.items()}
                 if (rows := rows or kinds) != kinds:
                     raise ConfigError(
-                        f"Types and shapes of rows are {kinds}, and {rows} before. Pad rows to one length."
+                        f"Types and shapes of rows are {kinds}, but {rows} before. Pad rows to one length."
                     )
             except (ConfigError, DataError, ValueError) as error:
                 raise ConfigError(f"{name}, batch {len(sizes)}, counted from 0: {error}") from error
@@ -405,20 +405,20 @@ def store_batches(
             sizes.append(len(array))
             if time.monotonic() - shown_s > _PROGRESS_S:
                 shown_s = time.monotonic()
-                advice = "" if steps else f" One without an end needs {_STEPS[name]}."
+                advice = "" if steps else f" Endless data needs {_STEPS[name]}."
                 say(f"{name}: {sum(sizes):,} rows in {len(sizes):,} batches were read so far.{advice}")
         if columns is None or not sizes:
-            raise ConfigError(f"{name} is a {type(x).__name__} without a batch; what was read before is at its end.")
+            raise ConfigError(f"{name} is a {type(x).__name__} without a batch: an earlier read has exhausted it.")
         stack.close()
         whole = Arrays()
         for column, (dtype, shape) in rows.items():
             whole[column] = np.memmap(Path(folder) / column, dtype, "r", shape=(sum(sizes), *shape))
         path = store_arrays(storage_path, whole, mixes)
-    order = "" if name != "x" else ", each in another order" if mixes else ", in the order given"
+    order = "" if name != "x" else ", each in a different order" if mixes else ", in the order given"
     is_uneven = any(size != sizes[0] for size in sizes[:-1]) or sizes[-1] > sizes[0]
     say(
-        f"{name}: {sum(sizes):,} rows in {len(sizes):,} batches were read once, and are in {path}. All epochs use"
-        f" them{order}. {_UNEVEN if is_uneven else ''}{_FROZEN}"
+        f"{name}: {sum(sizes):,} rows in {len(sizes):,} batches were read once into {path}. All epochs use them{order}."
+        f" {_UNEVEN if is_uneven else ''}{_FROZEN}"
     )
     return StoredBatches(path, columns, sizes)
 
@@ -442,7 +442,7 @@ def store_program(model: Any, storage_path: str, seed: int, before: Any = None, 
     if not isinstance(model, keras.Model):
         if not callable(model):
             raise ConfigError(
-                f"The model is a {type(model).__name__}; give a compiled keras.Model, a function that returns one, its"
+                f"The model is a {type(model).__name__}; pass a compiled keras.Model, a function that returns one, its"
                 " import path, or the path of a .keras file."
             )
         if (path := _import_path(model)) is not None:
@@ -488,7 +488,7 @@ def _store_model(model: Any, storage_path: str, has_workers: bool) -> dict[str, 
             structure = copies.structure_digest(model)
             return {"path": "", "sha256": structure, "structure": structure}
         raise ConfigError(
-            f"The model {model.name!r} cannot travel to workers: {type(error).__name__}: {error}\n{_ADVICE}"
+            f"The model {model.name!r} cannot be sent to workers: {type(error).__name__}: {error}\n{_ADVICE}"
         ) from error
     sha256 = hashlib.sha256(data).hexdigest()
     target = to_location(storage_path) / SHARED_FOLDER / f"model-{sha256[:20]}.pkl"
@@ -542,13 +542,13 @@ def _to_column(values: Any, argument: str, may_be_infinite: bool = False) -> npt
     if not hasattr(values, "__array__") or not np.ndim(values):
         several = "" if argument.startswith("sample_weight") else ", several in a list or a dictionary"
         raise ConfigError(
-            f"{argument} is a {type(values).__name__}, and fit takes arrays of rows (NumPy, torch, pandas){several}; or"
-            " as x alone what gives batches of x, (x, y) or (x, y, sample_weight): a keras.utils.PyDataset, a"
+            f"{argument} is a {type(values).__name__}, but fit accepts arrays of rows (NumPy, torch, pandas){several};"
+            " or, as x alone, an iterable of batches of x, (x, y) or (x, y, sample_weight): a keras.utils.PyDataset, a"
             " generator, a DataLoader, a tf.data.Dataset."
         )
     array = to_numbers(argument, values)
     if not len(array):
-        raise ConfigError(f"{argument} has no rows, an array of shape {array.shape}. Give at least one row.")
+        raise ConfigError(f"{argument} has no rows, an array of shape {array.shape}. Pass at least one row.")
     if array.dtype.kind == "f":
         array = array.astype(np.float32, copy=False)
         is_allowed = ~np.isnan(array) if may_be_infinite else np.isfinite(array)
@@ -556,7 +556,7 @@ def _to_column(values: Any, argument: str, may_be_infinite: bool = False) -> npt
             row = int(np.argmin(is_allowed.reshape(len(array), -1).all(1)))
             raise ConfigError(
                 f"{argument} is NaN or infinite as float32 in row {row}, counted from 0. A run stops at such a row:"
-                " correct it, or leave it out."
+                " correct or remove it."
             )
         return array
     # Columns of uint8 with these axes are images: the channels of inputs are their last axis, and targets are numbers.

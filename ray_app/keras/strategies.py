@@ -66,7 +66,7 @@ class Strategy:
     ) -> None:
         for argument, value in unused.items():
             if value is not None:
-                logger.info("%s changes nothing here; docs/from-tf-distribute.md says what decides instead.", argument)
+                logger.info("%s has no effect here; docs/from-tf-distribute.md names the replacement.", argument)
         if replicas < 1:
             raise ConfigError(f"{type(self).__name__} has {replicas} replicas; it must be at least 1.")
         self.num_replicas_in_sync, self.group = replicas, group
@@ -90,9 +90,8 @@ class Strategy:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name} here: fit runs the loop. A loop of your own with a keras.Model is"
-            " docs/loop.md#a-loop-with-a-keras-model of ray_app; docs/from-tf-distribute.md has the counterparts of all"
-            " else."
+            f"{type(self).__name__} has no {name} here: fit runs the loop. For your own loop, see"
+            " docs/loop.md#a-loop-with-a-keras-model; docs/from-tf-distribute.md lists the other counterparts."
         )
 
 
@@ -256,7 +255,7 @@ def _replicas_on(resolver: Any, workers: int | None, *kinds: str) -> tuple[int, 
     tasks = resolver.cluster_spec().as_dict()
     if tasks.get("ps") and "chief" in kinds:
         raise ConfigError(
-            "TF_CONFIG has tasks of the type ps, and MultiWorkerMirroredStrategy has no parameter servers. Use"
+            "TF_CONFIG has tasks of the type ps, but MultiWorkerMirroredStrategy has no parameter servers. Use"
             " ParameterServerStrategy, or leave ps out of the cluster in every process."
         )
     count = sum(len(tasks.get(kind, [])) for kind in kinds)
@@ -292,12 +291,12 @@ def join_group(resolver: Any) -> Group | None:
     if machines.size > 1 and not _groups:
         name = machines.names[machines.rank]
         if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
-            logger.warning("This process, %s, waits for those of TF_CONFIG: %s.", name, ", ".join(machines.names))
+            logger.warning("This process, %s, waits for other ones of TF_CONFIG: %s.", name, ", ".join(machines.names))
             _groups.append(_at_exit.enter_context(join(machines, f"{_LABEL}={resolver.task_type}")))
         elif machines.rank:
             raise ConfigError(
-                f"TF_CONFIG says that this process is {name}, and there is a Ray cluster already, in which Ray starts"
-                " the workers. Start the program once, or unset RAY_ADDRESS."
+                f"TF_CONFIG says that this process is {name}, but in an existing Ray cluster, Ray starts the workers."
+                " Start the program once, or unset RAY_ADDRESS."
             )
     return _groups[0] if _groups else None
 

@@ -43,8 +43,7 @@ from ray_app.task.user_code import user_code
 
 EXPORT = "export.json"
 _NAMES_CODE = (
-    "and that class, or what its settings name by import paths, would be imported. Give trust=True if you trust whoever"
-    " made it."
+    "and that class, or import paths in its settings, would be imported. Pass trust=True if you trust the author."
 )
 
 
@@ -54,12 +53,10 @@ def refuse_taken(folder: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConfigError(
-            f"{folder} is there already. Give another folder, or --overwrite true if it is an export to be replaced."
+            f"{folder} exists already. Name another folder, or set --overwrite true to replace an export."
         )
     if not (folder / EXPORT).is_file():
-        raise ConfigError(
-            f"{folder} holds no {EXPORT}, so it is not an export, and is not replaced. Give another folder."
-        )
+        raise ConfigError(f"{folder} has no {EXPORT}, so it is not an export and is not replaced. Name another folder.")
 
 
 def write_export(
@@ -101,7 +98,7 @@ def write_parameters(
 
     def write(temporary: Path) -> dict[str, Any]:
         write_model(model, temporary, max_bytes)
-        return source | {"format": "safetensors", "refused": ["it is in parts"]}
+        return source | {"format": "safetensors", "refused": ["the model is in parts"]}
 
     return _make_folder(folder, write, overwrite)
 
@@ -177,11 +174,9 @@ def load_for_training(folder: str | Path, trust: bool = False) -> tuple[Task, nn
     data, described = check_export(Path(folder).expanduser())
     stored = described["task"]
     if stored["settings"] is None:
-        raise RegistryError(
-            f"{folder} does not hold the settings of its task: JSON does not keep them, or one is a secret."
-        )
+        raise RegistryError(f"{folder} lacks the settings of its task: JSON cannot store them, or one is a secret.")
     if names_code(stored):
-        _trust(data, trust, f"its task is {stored['class_path']}, {_NAMES_CODE}")
+        _trust(data, trust, f"the task is {stored['class_path']}, {_NAMES_CODE}")
     task = _import_task_class(stored["class_path"]).from_settings(stored["settings"])
     model = task.build_model()
     model.load_state_dict(load_parameters(data))
@@ -214,22 +209,20 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
     data = folder / "data" / "model"
     if not (data / loader.DESCRIPTION).is_file():
         raise ConfigError(
-            f"{folder} holds no data/model/{loader.DESCRIPTION}: it is not an exported model. ray-app export makes one"
-            " of a run."
+            f"{folder} is not an exported model: data/model/{loader.DESCRIPTION} is missing. ray-app export writes one"
+            " from a run."
         )
     origin = read_origin(folder)
     if origin is not None:
         digests = _digests(folder)
         wrong = sorted(name for name, digest in origin["files"].items() if digests.get(name) != digest)
         if wrong:
-            raise RegistryError(
-                f"{folder} is damaged: {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what was exported."
-            )
+            raise RegistryError(f"{folder} is damaged: {', '.join(wrong)} changed since the export.")
     described = _read_object(
         data / loader.DESCRIPTION, {"format": str, "inputs": list, "params_digest": str, "task": dict}
     )
     if not {"class_path", "settings"} <= described["task"].keys():
-        raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: it does not say which task the model is of.")
+        raise RegistryError(f"{data / loader.DESCRIPTION} is damaged: the model's task is missing.")
     try:
         loader.check_inputs(described["inputs"])
     except ValueError as error:
@@ -240,7 +233,7 @@ def check_export(folder: Path) -> tuple[Path, dict[str, Any]]:
 def _trust(data: Path, trust: bool, reason: str) -> None:
     """Makes the code of a package importable; raises ConfigError without `trust`."""
     if not trust:
-        raise ConfigError(f"{data.parents[1]} is refused, and nothing of it was executed: {reason}")
+        raise ConfigError(f"{data.parents[1]} is refused, and none of its code was executed: {reason}")
     code = str((data.parents[1] / "code").resolve())
     if code not in sys.path:
         sys.path.append(code)
@@ -261,7 +254,7 @@ def _read_object(file: Path, fields: dict[str, type]) -> dict[str, Any]:
     values = content if isinstance(content, dict) else {}
     wrong = sorted(name for name, kind in fields.items() if not isinstance(values.get(name), kind))
     if wrong:
-        raise RegistryError(f"{file} is damaged: it does not say {', '.join(wrong)}.")
+        raise RegistryError(f"{file} is damaged: {', '.join(wrong)} is missing or invalid.")
     return content
 
 
@@ -346,9 +339,9 @@ def _read_package(data: Path, called: str, source: dict[str, Any], digest: str) 
         return Packaged(called, source, form, described["inputs"], digest, class_path, settings, weights)
     except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{called} cannot be predicted with, its package lacks {error}: it comes from something else, from an older"
-            " version of ray_app, or its task has settings that JSON does not keep or that are secret. Use"
-            " --predict.run with the run that it came from, or register that again."
+            f"{called} cannot predict, because its package lacks {error}: it was written by another program or an older"
+            " version of ray_app, or its task has settings that JSON cannot store or that are secret. Use --predict.run"
+            " with its run, or register the run again."
         ) from error
 
 

@@ -109,7 +109,7 @@ def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targe
         return DecodedInputs(encode_raw_rows(task.encoding, {name: stored[name] for name in names}), is_one_row(data))
     empty = [name for name, source in sources.items() if getattr(stored[source], "__len__", lambda: 1)() == 0]
     if empty:
-        raise DataError(f"Column {empty[0]!r} has 0 rows; give at least 1.")
+        raise DataError(f"Column {empty[0]!r} has 0 rows; pass at least 1.")
     columns = {name: _read_column(task, name, stored[source], texts) for name, source in sources.items()}
     numbers = {name: len(column.values) for name, column in columns.items()}
     if len(set(numbers.values())) != 1 or not all(numbers.values()):
@@ -131,7 +131,7 @@ def _need_names(rows: Any, columns: Sequence[str]) -> None:
     """Raises DataError if a column is missing."""
     if missing := [name for name in columns if not loader.is_by_name(rows) or name not in rows]:
         raise DataError(
-            f"No column {', '.join(map(repr, missing))} is given; the task reads {list(columns)}. Give all by name: a"
+            f"No column {', '.join(map(repr, missing))} is given; the task reads {list(columns)}. Pass all by name: a"
             " table of pandas, Polars or Arrow, a dictionary, or a list of dictionaries."
         )
 
@@ -230,7 +230,7 @@ def list_pictures(folder: Path) -> list[Path]:
     """Returns the images below a folder by name; raises DataError if there are none."""
     if files := sorted(file for file in folder.rglob("*") if _is_picture(file)):
         return files
-    raise DataError(f"{folder} has neither images nor a Parquet data set; give a folder with files of images.")
+    raise DataError(f"{folder} has neither images nor a Parquet data set; name a folder with image files.")
 
 
 def _is_picture(file: Path) -> bool:
@@ -312,7 +312,7 @@ def open_evaluation_rows(task: Task, config: Config) -> RowSource:
 def _open_checked(
     task: Task, dataset: Dataset, name: str, targets: bool, read_mb: float, max_rows: int | None
 ) -> RowSource:
-    refuse_other_data(task, dataset.facts, name, "what the model was trained on")
+    refuse_other_data(task, dataset.facts, name, "the training data of the model")
     if targets:
         task.prepare(dataset.facts)
     return open_source(task, dataset, targets, read_mb, max_rows)

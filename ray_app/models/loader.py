@@ -31,8 +31,8 @@ EXPORTED = "model.pt2"
 WEIGHTS = "model.safetensors"
 TASK = "task.json"
 UNTRUSTED = (
-    "it has no model.pt2, so loading it runs the Python files and the functions that it names. Give trust=True if you"
-    " trust whoever made it."
+    "without model.pt2, loading runs the Python files and the functions that the package names. Pass trust=True if you"
+    " trust its author."
 )
 _MAX_NAMED = 12
 
@@ -158,7 +158,7 @@ class Predictor:
         is_only = len(self.inputs) == 1
         try:
             if not (is_only or is_by_name(data) or hasattr(data, "columns")):
-                raise ValueError(f"The model has several inputs, and {type(data).__name__} has no names.")
+                raise ValueError(f"The model has several inputs, but {type(data).__name__} has no names.")
             return {spec["name"]: _input_tensor(_input_values(data, spec, is_only), spec) for spec in self.inputs}
         except ValueError as error:
             raise ValueError(f"{error} {self.describe_allowed()}") from error
@@ -187,7 +187,7 @@ class Predictor:
         assert self._encode_rows is not None
         if missing := [name for name in columns if name not in data]:
             raise ValueError(
-                f"The column {missing[0]!r} is missing; there are {_join_names(data)}. {self.describe_allowed()}"
+                f"The column {missing[0]!r} is missing; the columns are {_join_names(data)}. {self.describe_allowed()}"
             )
         rows = {name: data[name] for name in columns}
         if not any(map(len, rows.values())):
@@ -206,11 +206,11 @@ class Predictor:
         )
         if columns:
             return (
-                f"Give the columns {_join_names(columns)} by name: a table of pandas, Polars or Arrow, a dictionary of"
+                f"Pass the columns {_join_names(columns)} by name: a table of pandas, Polars or Arrow, a dictionary of"
                 " sequences, a list of rows as dictionaries, or a dictionary of one row."
             )
         form = "an array, or a dictionary with it" if len(self.inputs) == 1 else "a dictionary of arrays"
-        return f"Give {form}: {shapes}."
+        return f"Pass {form}: {shapes}."
 
 
 def _load_pyfunc(data_path: str) -> Predictor:
@@ -327,7 +327,7 @@ def rewrite_checked(archive: Path | IO[bytes]) -> IO[bytes]:
     except Exception as error:
         # `zipfile` raises errors of many types for a damaged archive, and so does JSON with values of other types.
         reason = f"{type(error).__name__}: {str(error).rstrip('.')}"
-        raise ValueError(f"{called} is refused: it cannot be read, {reason}.") from error
+        raise ValueError(f"{called} is refused, because it cannot be read: {reason}.") from error
     checked.seek(0)
     return checked
 
@@ -340,7 +340,7 @@ def _copy_members(source: zipfile.ZipFile, target: zipfile.ZipFile) -> None:
     if len(set(map(str.lower, sizes))) < len(members):
         raise _RefusedError("two of its members have the same name")
     if len({member.filename.partition("/")[0] for member in members}) != 1 or source.comment:
-        raise _RefusedError("it has a comment, or several folders")
+        raise _RefusedError("the archive has a comment, or several folders")
     if min(member.header_offset for member in members) or sum(sizes.values()) > source.start_dir:
         raise _RefusedError("other data precedes its first member, or its members overlap")
     for name, member in zip(sizes, members, strict=True):
@@ -375,7 +375,7 @@ def _check_tensors(config: dict[str, Any], folder: str, sizes: dict[str, int]) -
             raise _RefusedError(f"{name} is pickled")
         values = math.prod(size["as_int"] for size in payload["tensor_meta"]["sizes"])
         if values > max(sizes[folder + payload["path_name"]], _MAX_REPEATED):
-            raise _RefusedError(f"{name} has {values} values, more than its member has bytes")
+            raise _RefusedError(f"{name} has {values} values, but fewer bytes")
 
 
 def _find_code(value: Any, key: str = "") -> Iterator[str]:
@@ -453,8 +453,8 @@ def _restore_task_module(folder: Path) -> nn.Module:
         source = inspect.getsourcefile(importlib.import_module(name))
         if source is None or hashlib.sha256(Path(source).read_bytes()).hexdigest() != digest:
             raise ValueError(
-                f"{folder} needs the module {name} that it brings along, but another one of that name is imported"
-                f" ({source}). Load the model in a process of its own."
+                f"{folder} needs its own module {name}, but another module of this name is imported ({source}). Load"
+                " the model in a separate process."
             )
     for part in stored["class"].split("."):
         task_class = getattr(task_class, part)
@@ -504,7 +504,7 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
         for i, row in enumerate(data):
             if lacking := [name for name in names if name in keys and name not in row]:
                 raise ValueError(
-                    f"Row {i}, counted from 0, lacks {lacking[0]!r}, which other rows have; give None for a missing"
+                    f"Row {i}, counted from 0, lacks {lacking[0]!r}, which other rows have; pass None for a missing"
                     " value."
                 )
         return {name: [row.get(name) for row in data] for name in keys}
@@ -524,8 +524,8 @@ def to_columns(data: Any, names: list[str], is_raw: bool) -> Any:
         if single and len(single) < len(present):
             sequence = next(name for name in present if name not in single)
             raise ValueError(
-                f"{single[0]!r} is one value, {data[single[0]]!r}, and {sequence!r} a sequence; give a sequence with a"
-                " value for each row for all of them, or one value for each; a row that has an array is a list of one"
+                f"{single[0]!r} is one value, {data[single[0]]!r}, and {sequence!r} a sequence; pass a sequence with"
+                " one value per row for all of them, or one value for each; pass a row with an array as a list of one"
                 " dictionary."
             )
         return {name: [data[name]] for name in present} if single else data
@@ -537,7 +537,7 @@ def _input_values(data: Any, spec: dict[str, Any], only: bool) -> Any:
     name = spec["name"]
     if isinstance(data, dict) or (hasattr(data, "columns") and not only):
         if name not in data:
-            raise ValueError(f"The input {name!r} is missing; there are {_join_names(data)}.")
+            raise ValueError(f"The input {name!r} is missing; the inputs are {_join_names(data)}.")
         return data[name] if isinstance(data, dict) else np.stack(data[name].tolist())
     return data.to_numpy() if hasattr(data, "to_numpy") else data
 
@@ -548,20 +548,16 @@ def _input_tensor(values: Any, spec: dict[str, Any]) -> Tensor:
         array: npt.NDArray = np.array(raw, dtype=np.dtype(spec["dtype"]), order="C", copy=True)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(
-            f"The values given as the input {spec['name']!r} are not {np.dtype(spec['dtype'])}: {error}."
+            f"The values of the input {spec['name']!r} are not {np.dtype(spec['dtype'])}: {error}."
         ) from error
     if raw.dtype.kind not in "biufO":
-        raise ValueError(
-            f"The input {spec['name']!r} is of {spec['dtype']}; the values given are of {raw.dtype} and do not fit."
-        )
+        raise ValueError(f"The input {spec['name']!r} has the type {spec['dtype']}, but its values are {raw.dtype}.")
     if not np.can_cast(raw.dtype, array.dtype, "same_kind") and not np.array_equal(array, raw):
-        raise ValueError(
-            f"The input {spec['name']!r} is of {array.dtype}; the values given are of {raw.dtype} and do not fit."
-        )
+        raise ValueError(f"The input {spec['name']!r} has the type {array.dtype}, but its values are {raw.dtype}.")
     if array.ndim != len(spec["shape"]) + 1 or any(
         length not in (-1, actual) for length, actual in zip(spec["shape"], array.shape[1:], strict=True)
     ):
         raise ValueError(
-            f"The input {spec['name']!r} is of shape (rows, {str(spec['shape'])[1:-1]}); {array.shape} was given."
+            f"The input {spec['name']!r} has the shape (rows, {str(spec['shape'])[1:-1]}), but its array {array.shape}."
         )
     return torch.from_numpy(array)

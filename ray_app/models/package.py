@@ -61,9 +61,7 @@ def sources_of(module: str) -> Sources:
     """Returns files and libraries to ship with a model; raises RegistryError without a file, or if it imports Ray."""
     sources = follow_imports(module)
     if module not in sources.files:
-        raise RegistryError(
-            f"The task's module {module!r} is not a source file of its own that could be shipped with the model."
-        )
+        raise RegistryError(f"The task's module {module!r} is not a source file that could be shipped with the model.")
     if "ray" in sources.libraries:
         raise RegistryError(
             f"The code of {module!r} imports ray, so the model could not be loaded without it; import it elsewhere."
@@ -380,12 +378,13 @@ def _write_weights(
     for name, value in vars(served.task).items():
         if not _is_json(value):
             raise RegistryError(
-                f"the task's attribute {name!r} is a {type(value).__name__} that JSON does not keep; hold numbers,"
-                " text, lists and dictionaries of these, and make the rest of them when they are needed"
+                f"the task's attribute {name!r} is a {type(value).__name__} that JSON cannot store; keep numbers, text,"
+                " lists and dictionaries of these, and create other objects when they are needed"
             )
         if redact_value(value, name) != value:
             raise RegistryError(
-                f"the task's attribute {name!r} holds a secret, which a package must not; read it from the environment"
+                f"the task's attribute {name!r} holds a secret, which no package may contain; read it from the"
+                " environment"
             )
     sources = sources_of(task_class.__module__)
     for module, file in sources.files.items():
@@ -417,7 +416,7 @@ def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data
         for (name, trained), (other, packaged) in zip(ours, theirs, strict=True):
             has_same_form = name == other and trained.shape == packaged.shape
             if not has_same_form or not torch.allclose(trained, packaged, equal_nan=True, **_TOLERANCES):
-                raise RegistryError(f"loaded again, it predicts something else for {rows} rows")
+                raise RegistryError(f"loaded again, the model predicts other values for {rows} rows")
             equal = equal and torch.equal(trained, packaged)
     return "equal" if equal else "close"
 

@@ -109,7 +109,7 @@ class ModelPredictor:
         if any(isinstance(one, str | bytes | Path) or hasattr(one, "getexif") for one in items):
             raise DataError(
                 f"predict got {type(data).__name__}, but {self._reason} {self._arrays.describe_allowed()} Or use"
-                " result.predict or ray-app predict --predict.run, where the task's own code decodes."
+                " result.predict or ray-app predict --predict.run, which decode with the task's code."
             )
 
 
@@ -144,13 +144,13 @@ def make_predictor(data: Path, described: dict[str, Any], arrays: loader.Predict
 def _why_no_task(stored: dict[str, Any]) -> str:
     """Returns why the task of a package is not made again, as the end of a sentence; "" if it can be."""
     if stored["class_path"] not in _TASKS:
-        return f"the model is of the task {stored['class_path']}, and loading a package runs no code that it names."
+        return f"the model has the task {stored['class_path']}, but loading a package runs no code that it names."
     if not isinstance(stored["settings"], dict):
-        return "the package does not hold the settings of its task: JSON does not keep them, or one is a secret."
+        return "the package lacks the settings of its task: JSON cannot store them, or one is a secret."
     paths = iter_class_paths("", stored["settings"].get("evaluate_transforms"))
     if foreign := [path for _, _, path in paths if not _TRANSFORM.fullmatch(path)]:
         return (
-            f"its evaluate_transforms name {foreign[0]}, and loading a package runs no code that it names, besides"
+            f"its evaluate_transforms name {foreign[0]}, but loading a package runs no code that it names, except"
             " transforms of torchvision."
         )
     return ""

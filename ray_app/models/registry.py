@@ -183,7 +183,7 @@ def promote(client: Any, name: str, version: str, reason: str, by: str) -> bool:
     """
     if not reason.strip():
         raise RegistryError(
-            f"Promoting version {version} of {name!r} needs a reason: why is it better than what serves now?"
+            f"Promoting version {version} of {name!r} needs a reason: why is it better than the champion?"
         )
     before = champion_of(client, name)
     if before == str(version):
@@ -235,7 +235,7 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
             back itself; nothing is changed.
     """
     if not reason.strip():
-        raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with what serves now?")
+        raise RegistryError(f"A rollback of {name!r} needs a reason: what is wrong with the champion?")
     now = champion_of(client, name)
     if now is None:
         raise RegistryError(f"{name!r} has no champion that could be rolled back.")
@@ -247,8 +247,8 @@ def rollback(client: Any, name: str, reason: str, by: str) -> Rollback:
     before = current.tags.get(_REPLACES, "none")
     if before == "none":
         raise RegistryError(
-            f"Version {now} of {name!r} replaced no other champion, so there is none to go back to. Promote another"
-            " version with ray-app register --promote."
+            f"Version {now} of {name!r} replaced no other champion, so no rollback is possible. Promote another version"
+            " with ray-app register --promote."
         )
     back_to = _need_version(client, name, before)
     tags = back_to.tags
@@ -323,7 +323,7 @@ def _registered(client: Any, version: Any) -> Registered:
 
 def _filter(key: str, value: str) -> str:
     if "'" in value:
-        raise RegistryError(f"{value!r} holds a quote; name the model without.")
+        raise RegistryError(f"{value!r} holds a quote; use a name without quotes.")
     return f"{key} = '{value}'"
 
 
@@ -374,8 +374,8 @@ def resolve_version(uri: str, model: str) -> Version:
     match = _URI.fullmatch(model)
     if match is None:
         raise ConfigError(
-            f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, as models:/m@champion, or"
-            " the folder of an export."
+            f"The model is {model!r}; it must be models:/NAME@ALIAS or models:/NAME/VERSION, such as"
+            " models:/m@champion, or the folder of an export."
         )
     name, alias, version = match.groups()
     client = connect(uri)
@@ -385,7 +385,7 @@ def resolve_version(uri: str, model: str) -> Version:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         raise ConfigError(
-            f"MLflow has no {model}: {error.message} `mlflow ui` shows what there is; ray-app register adds to it."
+            f"MLflow has no {model}: {error.message} `mlflow ui` lists the models; ray-app register adds one."
         ) from error
 
 
@@ -395,8 +395,8 @@ def download_version(uri: str, version: Version, folder: Path) -> Path:
 
     if not version.params_digest:
         raise RegistryError(
-            f"Version {version.version} of {version.name!r} was not packaged by ray_app. Give or promote a version that"
-            " ray-app register, or a run with tracking.registered_model, has made."
+            f"Version {version.version} of {version.name!r} was not packaged by ray_app. Use a version that ray-app"
+            " register, or a run with tracking.registered_model, has created."
         )
     return Path(download_artifacts(artifact_uri=f"{version.source}/data/model", dst_path=str(folder), tracking_uri=uri))
 
@@ -412,7 +412,7 @@ def load_parameters(folder: Path) -> dict[str, Tensor]:
         parameters = {name: values.detach().clone().contiguous() for name, values in state.items()}
     if params_digest(parameters) != described["params_digest"]:
         raise RegistryError(
-            f"{folder} holds other parameters than it says: {params_digest(parameters)}, not"
+            f"{folder} holds the parameters {params_digest(parameters)}, but its description says"
             f" {described['params_digest']}."
         )
     return parameters

@@ -123,7 +123,7 @@ def parse_partitions(path: str) -> dict[str, str | None]:
         name = unquote(key)
         if name in values:
             raise DataError(
-                f"{path} has two folders of the column {name!r}; a column has one value for a file. Rename one of them."
+                f"{path} has two folders of the column {name!r}; a file has one value per column. Rename one of them."
             )
         values[name] = None if value in ("", _MISSING) else unquote(value)
     return values
@@ -150,9 +150,9 @@ def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
             keys = tuple(partitions)
         elif set(keys) != set(partitions):
             raise DataError(
-                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, {path} has"
-                f" {', '.join(partitions) or 'none'}; all files of a data set have"
-                " the same. Move the files apart, or into folders key=value of the same keys."
+                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, but {path} has"
+                f" {', '.join(partitions) or 'none'}; all files of a data set need the same. Move the files into"
+                " separate data sets, or into folders key=value with the same keys."
             )
         for key, value in partitions.items():
             values.setdefault(key, set()).add(value)
@@ -352,5 +352,5 @@ class Manifest:
                     f"manifest.json names {path!r}, which leads out of the data set; restore it from a backup."
                 )
         if manifest.digest != stored.get("digest"):
-            raise DataError("manifest.json is damaged: its digest is not that of its files; restore it from a backup.")
+            raise DataError("manifest.json is damaged: its digest does not match its files; restore it from a backup.")
         return manifest

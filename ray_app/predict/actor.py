@@ -61,7 +61,7 @@ class Model:
 
         Raises ConfigError if the weights cannot be loaded safely, or have another digest.
         """
-        refused = "The model is refused, and nothing of it was executed"
+        refused = "The model is refused, and none of its code was executed"
         try:
             checked = None if self.inputs is None else loader.rewrite_checked(io.BytesIO(self.weights))
             state = unpack_model({MODEL: self.weights}) if checked is None else exported_parameters(checked)
@@ -151,14 +151,14 @@ class PredictActor:
             on_cpu = _to_cpu(outputs)
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}
             if (bad := _find_bad_output(on_cpu, rows, min(self._job.batch_size, table.num_rows - low))) is not None:
-                raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is what the model gives")
+                raise _bad_row(spec, low + bad[0], f"{bad[1]!r} is NaN or infinite, and so is the model's output")
             predictions.append(self._job.model.task.predictions(on_cpu, batch))
         whole = {name: concat_fields([one[name] for one in predictions]) for name in predictions[0]}
         for name, values in whole.items():
             if len(values) != table.num_rows:
                 raise DataError(
-                    f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; it needs"
-                    " one each."
+                    f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; return one"
+                    " per row."
                 )
             if (row := _find_non_finite_row(values)) is not None:
                 raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")

@@ -61,18 +61,18 @@ class PredictSection:
 
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
-        out: Folder of the predictions, or its s3:// URI: part files in the order of the data, each of at most
-            `data.read_task_mb` decoded megabytes of it, and `predictions.json`, written last.
+        out: Folder of the predictions, or its s3:// URI. It receives part files in the order of the data, each for at
+            most `data.read_task_mb` decoded megabytes, and at the end `predictions.json`.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
-            export. Without it and without `run`: the champion of `tracking.registered_model`.
+            export. Default, unless `run` is set: the champion of `tracking.registered_model`.
         run: Directory of a run, or its URI in a bucket; its best checkpoint is used instead of `model`.
-        columns: Columns of the data to copy to the parts, separated by commas; default: `row_id` if there is one.
-        coco: The JSON file of COCO that the data was ingested from; the detected objects are also written as
+        columns: Columns of the data to copy to the parts, separated by commas. Default: `row_id` if it exists.
+        coco: COCO JSON file from which the data was ingested; the detected objects are also written as
             `detections.json`, results of COCO with the ids of its images and categories.
         batch_size: Rows of one forward pass.
         workers: Largest number of actors. Each reads its own data; with GPUs all CPUs of the cluster read for them.
         num_cpus: Logical CPUs that each actor reserves. It computes with as many CPU threads, at least one.
-        num_gpus: GPUs that each actor reserves: 0 (it predicts on the CPU), a share of one, or 1.
+        num_gpus: GPUs that each actor reserves: 0 (prediction on the CPU), a fraction of one GPU, or 1.
     """
 
     data: str = ""
@@ -133,21 +133,21 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     )
     model.load(HOST)
     dataset = open_dataset(section.data, model.task.data_schema.get("classes"))
-    refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "what the model was trained on")
+    refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "the training data of the model")
     reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     if section.coco:
         read_categories(section.coco)
         if "image_id" not in dataset.facts.columns:
             raise ConfigError(
-                f"predict.coco is {section.coco!r}, but the data {section.data} has no column 'image_id'. Ingest it by"
-                " --source coco."
+                f"predict.coco is {section.coco!r}, but the data {section.data} has no column 'image_id'. Ingest it"
+                " with --source coco."
             )
         carried = list(dict.fromkeys([*carried, "image_id"]))
     for expected in inputs:
         actual = input_specs(reader.fields).get(expected["name"])
         if actual != (expected["dtype"], expected["shape"]):
             raise DataError(
-                f"A decoded row of predict.data {section.data} has {actual} as {expected['name']!r}; the model was"
+                f"A decoded row of predict.data {section.data} has {actual} as {expected['name']!r}, but the model was"
                 f" trained on {expected}."
             )
     device = accelerator().name if section.num_gpus else HOST.type
@@ -189,7 +189,7 @@ def read_categories(annotations: str) -> list[int]:
     items = [item for key, item in iterate_json(file) if key == "categories"] if file else []
     ids = sorted(int(item["id"]) for item in items if isinstance(item, dict) and type(item.get("id")) is int)
     if not ids:
-        raise ConfigError(f"predict.coco {annotations!r} is no file with categories; give the JSON file of COCO.")
+        raise ConfigError(f"predict.coco {annotations!r} is not a file with categories; name the JSON file of COCO.")
     return ids
 
 
@@ -205,14 +205,14 @@ def write_coco_results(prepared: PreparedPrediction, annotations: str) -> Locati
         if missing := {"boxes", "labels", "scores"} - set(table.column_names):
             raise ConfigError(
                 f"predict.coco is {annotations!r}, but the predictions have no {sorted(missing)[0]!r}: the model does"
-                " not detect objects. Leave it out."
+                " not detect objects. Leave predict.coco out."
             )
         for row in table.select(["image_id", "boxes", "labels", "scores"]).to_pylist():
             for box, label, score in zip(row["boxes"], row["labels"], row["scores"], strict=True):
                 if not 1 <= label <= len(categories):
                     raise ConfigError(
-                        f"predict.coco {annotations!r} has {len(categories)} categories, and the model predicts the"
-                        f" label {label}. Give the file that it was trained on."
+                        f"predict.coco {annotations!r} has {len(categories)} categories, but the model predicts the"
+                        f" label {label}. Name the file of its training data."
                     )
                 left, top, right, bottom = box
                 result = {"image_id": row["image_id"], "category_id": categories[label - 1]}
@@ -230,7 +230,7 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
     name = config.tracking.registered_model
     if model is None and name is None:
         raise ConfigError(
-            "Say which model: --predict.model models:/NAME@champion or the folder of an export, --predict.run"
+            "No model is named. Set --predict.model models:/NAME@champion or the folder of an export, --predict.run"
             " runs/NAME, or tracking.registered_model."
         )
     uri = model or f"models:/{name}@champion"
@@ -239,15 +239,15 @@ def model_of_package(config: Config, model: str | None) -> ModelSource:
     configured = make_task(config)
     if class_path(configured) != package.class_path:
         raise ConfigError(
-            f"{called} is of the task {package.class_path}, task.class_path is {class_path(configured)}. Give that"
-            " one's configuration."
+            f"{called} has the task {package.class_path}, but task.class_path is {class_path(configured)}. Use the"
+            " configuration of its training."
         )
     for argument, parameter in inspect.signature(type(configured)).parameters.items():
         value = config.task.init_args.get(argument, parameter.default)
         if value is not None and argument in package.settings and package.settings[argument] != value:
             raise ConfigError(
                 f"task.init_args.{argument} is {value!r}, but {called} was trained with {package.settings[argument]!r}."
-                " Give that."
+                " Set the same value."
             )
     task = configured.restore(package.settings, called)
     inputs = [spec["name"] for spec in package.inputs] if package.format == "torch.export" else None
@@ -259,13 +259,12 @@ def model_of_run(config: Config, run: str) -> ModelSource:
     paths = RunPaths(to_location(run))
     if read_json(paths.summary) is None:
         raise ConfigError(
-            f"predict.run {run!r} has no summary.json: there is no such run, or it has not ended. Give a run's"
-            " directory."
+            f"predict.run {run!r} has no summary.json: the run does not exist or has not ended. Name a run's directory."
         )
     trained = read_config(paths)
     if trained.task != config.task:
         raise ConfigError(
-            f"The run {paths.name!r} was trained with {asdict(trained.task)}, the configuration has"
+            f"The run {paths.name!r} was trained with {asdict(trained.task)}, but the configuration has"
             f" {asdict(config.task)}."
         )
     # The file is not read again: another one may be in its place by now.
@@ -282,10 +281,10 @@ def _check_section(section: PredictSection) -> None:
     if section.num_gpus > 1:
         problems.append(
             f"predict.num_gpus is {section.num_gpus:g}, but an actor computes on one GPU and would leave the others"
-            " idle. Set it to at most 1, and predict.workers to the number of GPUs."
+            " idle. Set num_gpus to at most 1, and predict.workers to the number of GPUs."
         )
     if section.model is not None and section.run is not None:
-        problems.append("predict.model and predict.run are both given; give one of them.")
+        problems.append("predict.model and predict.run are both set; set only one.")
     refuse(problems, "prediction")
 
 
@@ -296,7 +295,7 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
     if missing:
         raise DataError(
             f"predict.data {dataset.facts.path} has no column {', '.join(map(repr, missing))}, which the model needs;"
-            f" its columns are {', '.join(sorted(dataset.facts.columns))}. Ingest it as the training data was."
+            f" its columns are {', '.join(sorted(dataset.facts.columns))}. Ingest it like the training data."
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
         _refuse_missing(dataset, columns)
@@ -315,8 +314,8 @@ def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
             if missing.any():
                 raise DataError(
                     f"{path}, row {int(missing.argmax())}: column {name!r} of predict.data {dataset.facts.path} has no"
-                    f" value there, and {dataset.facts.columns[name].nulls} missing values in all. Fill them, or leave"
-                    f" these rows out.{others}"
+                    f" value there, and {dataset.facts.columns[name].nulls} missing values in total. Fill them, or"
+                    f" remove these rows.{others}"
                 )
 
 
@@ -353,11 +352,11 @@ def refuse_other_prediction(prepared: PreparedPrediction) -> None:
     before, now = read_json(prepared.out / MADE_FROM), prepared.made_from
     if before is None and (list_files(prepared.out) or list_folders(prepared.out)):
         raise ConfigError(
-            f"predict.out {prepared.out} is not empty and has no {MADE_FROM}: it holds something else. Give another"
-            " folder."
+            f"predict.out {prepared.out} is not empty and has no {MADE_FROM}, so it does not hold predictions. Name"
+            " another folder."
         )
     if before is not None and before != now:
         other = [f"  - {name}: {before.get(name)}, now {now[name]}" for name in now if before.get(name) != now[name]]
         raise ConfigError(
-            f"predict.out {prepared.out} was made from something else; give another folder:\n" + "\n".join(other)
+            f"predict.out {prepared.out} was made from another model or data; name another folder:\n" + "\n".join(other)
         )

@@ -51,25 +51,25 @@ def try_batches(context: PreflightContext) -> CheckResult | None:
         return None
     rows = _rows_to_compare(context)
     model.eval()
-    with user_code(lambda: "evaluating rows alone and beside others"), torch.no_grad():
+    with user_code(lambda: "evaluating rows alone and together with others"), torch.no_grad():
         if (dependence := find_dependence(context.task, model, rows)) is None:
             return None
         reads_padding = _reads_padding(context.task, model, rows)
     all_rows, size = context.eval_source.manifest.num_rows, section.batch_size
     if dependence.error is not None and 1 in (size, all_rows % size):
         raise ConfigError(
-            f"The model does not take a single row ({dependence.error}), and of {all_rows} rows in batches of"
-            f" evaluate.batch_size {size} the last one is alone. Set another evaluate.batch_size."
+            f"The model does not take a single row ({dependence.error}), and the last batch has one row: the data has"
+            f" {all_rows} rows, evaluate.batch_size is {size}. Set another evaluate.batch_size."
         )
     context.config = context.config.replace(evaluate__fixed_batches=True)
     context.job = replace(context.job, config=context.config)
     consequence = (
-        f"Every evaluation has batches of evaluate.batch_size = {size} rows in the order of the data, so that its"
-        " numbers are the same for any number of workers; another size gives other numbers, and is refused for this"
-        " run. evaluate.fixed_batches: true accepts this without a warning."
+        f"Every evaluation therefore uses batches of evaluate.batch_size = {size} rows in the order of the data, so"
+        " that the metrics are the same for any number of workers. This run refuses another size, because the metrics"
+        " would change with it. evaluate.fixed_batches: true accepts this without a warning."
     )
     warning = f"{_explain(context, dependence, reads_padding)} {consequence}"
-    return CheckResult("It depends on them.", "warning", [warning])
+    return CheckResult("The evaluation of a row depends on the other rows of its batch.", "warning", [warning])
 
 
 def refuse_other_batches(name: str, before: EvaluateSection, batch_size: int) -> None:
@@ -77,8 +77,8 @@ def refuse_other_batches(name: str, before: EvaluateSection, batch_size: int) ->
     if before.fixed_batches and batch_size != before.batch_size:
         raise ConfigError(
             f"evaluate.batch_size is {batch_size}, but the evaluations of {name!r} depend on their batches"
-            f" (evaluate.fixed_batches) and have had {before.batch_size} rows in each: their numbers could not be"
-            f" compared. Give {before.batch_size}, or another name for a new run or evaluator."
+            f" (evaluate.fixed_batches) of {before.batch_size} rows, so metrics of another batch size could not be"
+            f" compared with them. Set it to {before.batch_size}, or choose another name for the run or evaluator."
         )
 
 
@@ -184,25 +184,25 @@ def _explain(context: PreflightContext, dependence: Dependence, reads_padding: b
     """Returns what the evaluation of a row depends on, and what to change if that is not meant."""
     if reads_padding:
         return (
-            f"The model reads what shorter rows are padded with: the {dependence.value} of a row differ"
-            f"{'s' * (dependence.value == 'loss')} with the longest row of its batch. Give it a mask"
+            f"The model reads the padding of shorter rows: the {dependence.value} of a row"
+            f" differ{'s' * (dependence.value == 'loss')} with the longest row of its batch. Give the model a mask"
             " (task.init_args.inputs: COLUMN.mask) or the lengths (COLUMN_lengths in a Task), or pad all rows to one"
-            " length: task.init_args.pad_to and max_length, the length of the longest."
+            " length: set task.init_args.pad_to and max_length to the length of the longest row."
         )
     if dependence.value == "loss":
         return (
-            "The loss of a row depends on the other rows of its batch, as one with negatives from the batch does. In a"
-            f" training step they are the {context.plan.micro_batch} rows of a logical worker's micro-batch."
+            "The loss of a row depends on the other rows of its batch, as a loss with negatives from the batch does. In"
+            f" training, a batch is the {context.plan.micro_batch} rows of a logical worker's micro-batch."
         )
     reason = f" (alone: {dependence.error})" if dependence.error is not None else ""
     layers = [
-        f"{name or 'it'} ({type(layer).__name__}, track_running_stats)"
+        f"{name or 'the model'} ({type(layer).__name__}, track_running_stats)"
         for name, layer in context.model.named_modules()
         if isinstance(layer, BatchNorm) and layer.running_mean is None
     ]
     cause = f": {layers[0]} normalizes by the statistics of the batch" if layers else ""
     return (
-        f"The predictions of a row depend on the other rows of its batch{reason}{cause}, so a row by itself, or in a"
-        " batch of another size, is predicted otherwise. Let the model look at each row alone: running statistics, or"
-        " a norm of each row (LayerNorm, GroupNorm)."
+        f"The predictions of a row depend on the other rows of its batch{reason}{cause}, so a row alone, or in a batch"
+        " of another size, gets another prediction. Let the model compute each row independently: with running"
+        " statistics, or with a normalization per row (LayerNorm, GroupNorm)."
     )

@@ -119,7 +119,7 @@ def describe_code_changes(paths: RunPaths, config: Config, now: CodeVersions) ->
         for name in before.defaults
         if name in stored and name in filled and stored[name] != filled[name]
     ]
-    _refuse_changes(config, f"The run {paths.name!r} was started with other code", changes)
+    _refuse_changes(config, f"The run {paths.name!r} was started with different code or defaults", changes)
     return changes
 
 
@@ -128,8 +128,8 @@ def _refuse_changes(config: Config, subject: str, changes: list[str]) -> None:
     if changes and config.run.changed == "refuse":
         lines = "\n- ".join(changes)
         raise RunExistsError(
-            f"{subject}, so its result would be that of neither:\n- {lines}\nNothing was changed. Restore what it was,"
-            " give another run.name for a new run, or set run.changed to warn to go on."
+            f"{subject}, so its result would match neither version:\n- {lines}\nNothing was changed. Restore the"
+            " earlier version, choose another run.name for a new run, or set run.changed to warn to continue."
         )
 
 
@@ -140,7 +140,7 @@ def compare_code(before: CodeVersions, now: CodeVersions) -> list[str]:
         if name not in now.files or name not in before.files:
             changes.append(f"{name} is {'new' if name in now.files else 'no longer needed'}")
         elif before.files[name] != now.files[name]:
-            changes.append(f"{name} has another content")
+            changes.append(f"the content of {name} changed")
     for name in sorted(before.versions.keys() & now.versions.keys()):
         if before.versions[name] != now.versions[name]:
             changes.append(f"{name} {before.versions[name]} -> {now.versions[name]}")
@@ -278,7 +278,7 @@ def describe_data_changes(paths: RunPaths, config: Config, now: DataVersions) ->
         for name in now
         if name in before and (change := _describe_source_changes(name, before[name], now[name])) is not None
     ]
-    _refuse_changes(config, f"The data of the run {paths.name!r} was changed since its last start", changes)
+    _refuse_changes(config, f"The data of the run {paths.name!r} changed since its last start", changes)
     return changes
 
 
@@ -310,7 +310,7 @@ def _describe_source_changes(name: str, before: dict[str, Any], now: dict[str, A
     if not changed:
         return None
     differing = "size" if is_copy else "size, time or ETag"
-    return f"{len(changed)} of {len(both)} files of {name} have another {differing}: {join_names(changed, _MAX_NAMED)}"
+    return f"{len(changed)} of {len(both)} files of {name} differ in {differing}: {join_names(changed, _MAX_NAMED)}"
 
 
 def _is_same(before: Any, now: Any, is_copy: bool) -> bool:
@@ -342,8 +342,8 @@ def check_resume_compatibility(name: str, before: Config, stored_digest: str, co
     if new_steps != old_steps and (reason := _explain_length_refusal(config, old_steps, new_steps, plan)):
         raise RunExistsError(
             f"The run {name!r} exists with train.epochs {before.train.epochs} and train.max_steps"
-            f" {before.train.max_steps}, {old_steps} steps; asked for now are {config.train.epochs} and"
-            f" {config.train.max_steps}, {new_steps} steps. {reason} Nothing was changed. Give another run.name for a"
+            f" {before.train.max_steps}, {old_steps} steps; the configuration asks for {config.train.epochs} and"
+            f" {config.train.max_steps}, {new_steps} steps. {reason} Nothing was changed. Choose another run.name for a"
             " new run."
         )
 
@@ -355,14 +355,14 @@ def _explain_length_refusal(config: Config, old_steps: int, new_steps: int, plan
         return "A run can become longer, not shorter."
     if config.schedule is not None and has_total_steps_argument(config.schedule):
         return (
-            f"Its schedule {config.schedule.class_path} spreads over all steps of a run, so a longer one has had other"
-            " learning rates from the beginning. Schedules whose arguments say all, such as CosineAnnealingLR with"
-            " T_max, StepLR and LambdaLR, let a run grow."
+            f"The schedule {config.schedule.class_path} depends on the total number of steps, so a longer run would"
+            " have other learning rates from its first step. A run can grow with a schedule that does not, such as"
+            " CosineAnnealingLR with T_max, StepLR or LambdaLR."
         )
     if old_steps % train.local_steps:
         return (
-            f"Its logical workers averaged at its end, in the middle of a round of train.local_steps ="
-            f" {train.local_steps}."
+            f"The run ended in the middle of a round of train.local_steps = {train.local_steps}, and its logical"
+            " workers averaged their parameters there."
         )
     planned = (
         cadence.every_steps,
@@ -370,8 +370,8 @@ def _explain_length_refusal(config: Config, old_steps: int, new_steps: int, plan
     )
     if config.evaluate.patience is not None and not any(every and old_steps % every == 0 for every in planned):
         return (
-            "The checkpoint of its end counts for evaluate.patience, but in a longer run checkpoint.every_steps and"
-            " every_epochs plan none there."
+            "evaluate.patience has counted the checkpoint at the end of the run, but checkpoint.every_steps and"
+            " every_epochs plan none at that step of a longer run."
         )
     return None
 
@@ -384,6 +384,6 @@ def check_same_classes(paths: RunPaths, plan: Plan) -> None:
     """
     if plan.classes is not None and (read_json(paths.classes) or {}).get("digest") != plan.classes.digest:
         raise DataError(
-            f"Rows have other classes than when the run {paths.name!r} began, so they would be repeated otherwise."
-            " Give the data of before, or another run.name."
+            f"Rows have other classes than at the start of the run {paths.name!r}, so the resumed run would repeat"
+            " other rows. Restore the earlier data, or choose another run.name."
         )

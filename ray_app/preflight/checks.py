@@ -137,8 +137,8 @@ def complete_config(context: PreflightContext) -> list[str]:
     if config.checkpoint.keep_last > 1:
         return []
     return [
-        "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts from its first step again. Set it"
-        " to 2 to keep an older one."
+        "checkpoint.keep_last is 1: if that checkpoint is damaged, the run starts again from its first step. Set it to"
+        " 2 to keep an older one."
     ]
 
 
@@ -163,7 +163,7 @@ def fit_task(context: PreflightContext) -> CheckResult:
     where, of = f"data.path {config.data.path}", f"train.init_from {config.train.init_from}"
     refuse_other_names(context.initial.classes, task.data_schema["classes"], where, of)
     if problems := task.validate_config(config):
-        raise ConfigError(f"{type(task).__name__} does not go with the configuration: {' '.join(problems)}")
+        raise ConfigError(f"{type(task).__name__} does not fit the configuration: {' '.join(problems)}")
     if config.optimizer == Config.optimizer and config.optimizers is None and (fields := task.optimizer_fields()):
         # A schedule of the configuration counts more than that of the task.
         if config.schedule is not None:
@@ -186,7 +186,7 @@ def _add_task_fields(config: Config, task: Task) -> Config:
         if (set_value := getattr(section, field)) == getattr(type(section), field):
             changes[name] = value
         elif set_value != value:
-            logger.info("%s of the configuration counts, %r, not %r of the task.", name, set_value, value)
+            logger.info("%s of the configuration, %r, overrides %r of the task.", name, set_value, value)
     if changes:
         logger.info("Set by the task: %s.", ", ".join(f"{name} {value!r}" for name, value in changes.items()))
         config = config.replace(**{name.replace(".", "__"): value for name, value in changes.items()})
@@ -245,8 +245,8 @@ def check_cache(context: PreflightContext) -> None:
     """Refuses a cache of rows that are decoded differently in every epoch."""
     if context.task.has_epoch_decode:
         raise ConfigError(
-            f"data.cache is {context.config.data.cache}, but {type(context.task).__name__} decodes a row another way in"
-            " every epoch, which a cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
+            f"data.cache is {context.config.data.cache}, but {type(context.task).__name__} decodes a row differently in"
+            " each epoch, which a cache cannot hold. Set data.cache to none, or draw in augment, after the cache."
         )
 
 
@@ -256,7 +256,7 @@ def check_length_field(context: PreflightContext) -> None:
     if context.config.data.by_length not in ragged:
         raise ConfigError(
             f"data.by_length is {context.config.data.by_length!r}; the decoded fields whose rows have different lengths"
-            f" are {', '.join(ragged) or 'none'}. Name one of them, or leave it out."
+            f" are {', '.join(ragged) or 'none'}. Name one of these fields, or leave data.by_length out."
         )
 
 
@@ -267,9 +267,9 @@ def check_rounds(context: PreflightContext) -> None:
         below = steps // rounds * rounds
         valid = " or ".join(str(n) for n in (below, below + rounds) if n)
         raise ConfigError(
-            f"An epoch has {steps} steps, no multiple of train.local_steps = {rounds}, so it ends where the logical"
-            f" workers have no common state to keep. Set train.steps_per_epoch to {valid}, or checkpoint.every_epochs"
-            f" to null and checkpoint.every_steps to a multiple of {rounds}."
+            f"An epoch has {steps} steps, which is not a multiple of train.local_steps = {rounds}, so the logical"
+            f" workers have no common state to store at its end. Set train.steps_per_epoch to {valid}, or"
+            f" checkpoint.every_epochs to null and checkpoint.every_steps to a multiple of {rounds}."
         )
 
 
@@ -283,8 +283,8 @@ def open_evaluation_data(context: PreflightContext) -> list[str]:
     source = open_source(task, dataset, True, config.data.read_task_mb, config.evaluate.max_rows)
     if source.fields != context.fields:
         raise DataError(
-            f"A decoded row of {names[0]} is {source.fields}, of {names[1]} it is {context.fields}; both must be alike."
-            " Ingest them the same way."
+            f"A decoded row of {names[0]} has the fields {source.fields}, one of {names[1]} has {context.fields}; the"
+            " fields must be the same. Ingest both data sets with the same options."
         )
     inputs.check_evaluation_data(context.paths, config, source.manifest.digest)
     context.eval_source = source
@@ -321,7 +321,7 @@ def compare_repetition(context: PreflightContext) -> CheckResult:
     _, _, one, repeated = context.short_trainings.first
     if one.error is not None:
         return CheckResult(f"{STEPS} steps on one worker: {one.error}", "failed", seconds=one.seconds)
-    advice = "See docs/own-task.md on where randomness must come from."
+    advice = "docs/own-task.md says where random numbers must come from."
     return _compare_params(context, f"{STEPS} steps on one worker, twice", repeated, advice)
 
 
@@ -340,8 +340,8 @@ def has_comparable_scores(context: PreflightContext) -> bool:
 
 
 _KEPT = (
-    "Nothing may be kept from one batch for the next but in the model's parameters and buffers: a worker has its own"
-    " rows alone, and one that resumes has the checkpoint alone."
+    "Only the model's parameters and buffers may carry state from one batch to the next: a worker sees only its own"
+    " rows, and a resumed worker has only the checkpoint."
 )
 
 
@@ -371,12 +371,12 @@ def compare_scores(context: PreflightContext) -> CheckResult:
     """Compares the metrics by one worker with those by several."""
     one, (together, _) = context.short_trainings.first.one, context.short_trainings.later
     if not one.scores:
-        return CheckResult("There is none: data.eval_path is not set.", "warning")
+        return CheckResult("No metrics are compared: data.eval_path is not set.", "warning")
     if one.scores == together.scores:
-        return CheckResult(f"The same metrics from one worker and from {WORKERS}: {one.scores[-1][1]}.")
+        return CheckResult(f"One worker and {WORKERS} workers compute the same metrics: {one.scores[-1][1]}.")
     return CheckResult(
-        f"One worker finds {one.scores[-1][1]}, {WORKERS} find {together.scores[-1][1]}. The metrics' states must be"
-        " sums, minima, maxima or lists, and must not depend on the process that updates them, or on the order.",
+        f"One worker computes {one.scores[-1][1]}, {WORKERS} workers compute {together.scores[-1][1]}. A metric's"
+        " states must be sums, minima, maxima or lists, and depend neither on the updating process nor on the order.",
         "failed",
     )
 
@@ -385,64 +385,65 @@ def try_export(context: PreflightContext) -> CheckResult:
     """Reports whether the model can be exported, and predicts the same."""
     result = context.short_trainings.first.export
     if result.error is not None:
-        text = f"{result.error}\nA run trains all the same; ray-app export and register would refuse its model."
+        text = f"{result.error}\nTraining is not affected, but ray-app export and register would refuse the model."
         return CheckResult(text, "failed", seconds=result.seconds)
     export_format, refused = result.value
     if refused:
-        text = f"as {export_format} with the task's code; not as a program of its own ({'; '.join(refused)})."
+        text = f"The export is {export_format} with the task's code, not a standalone program ({'; '.join(refused)})."
         return CheckResult(text, "warning", seconds=result.seconds)
-    return CheckResult(f"as {export_format}, which predicts the same.", seconds=result.seconds)
+    return CheckResult(f"The export as {export_format} predicts the same.", seconds=result.seconds)
 
 
 # fmt: off
 CHECKS = (
     # The configuration, the environment, the data, and the run if it exists.
-    Check("configuration", 0.01, "Its values go together.", complete_config),
-    Check("environment", 0.01, "Its variables, and the names of files here, let a run start.", check_environment,
+    Check("configuration", 0.01, "The values are valid together.", complete_config),
+    Check("environment", 0.01, "No variable and no name of a file here prevents a start.", check_environment,
           ("configuration",)),
-    Check("initial parameters", 0.1, "They can be read.", read_initial_parameters, ("configuration",),
+    Check("initial parameters", 0.1, "The parameters can be read.", read_initial_parameters, ("configuration",),
           applies=lambda context: context.config.train.init_from is not None),
-    Check("data", 0.1, "It can be read.", open_training_data, ("configuration",)),
-    Check("task", 0.01, "It fits the data and the configuration.", fit_task, ("data",)),
+    Check("data", 0.1, "The data can be read.", open_training_data, ("configuration",)),
+    Check("task", 0.01, "The task fits the data and the configuration.", fit_task, ("data",)),
     Check("plan", 0.01, "An epoch has at least one step.", plan_rows, ("data",)),
-    Check("stored run", 0.1, "What decides its result is the same.", check_stored_run, ("task", "plan"),
+    Check("stored run", 0.1, "Nothing that decides its result has changed.", check_stored_run, ("task", "plan"),
           applies=lambda context: context.before is not None),
-    Check("code", 0.1, "It can be read.", read_code, ("task",)),
-    Check("rows", 0.01, "The first ones can be decoded.", decode_rows, ("task", "plan")),
-    Check("cache", 0, "It can hold the decoded rows.", check_cache, ("task",),
+    Check("code", 0.1, "The code can be read.", read_code, ("task",)),
+    Check("rows", 0.01, "The first rows can be decoded.", decode_rows, ("task", "plan")),
+    Check("cache", 0, "The cache can hold the decoded rows.", check_cache, ("task",),
           applies=lambda context: context.config.data.cache != "none"),
-    Check("row lengths", 0, "They are those of a decoded field.", check_length_field, ("rows",),
+    Check("row lengths", 0, "The field of data.by_length is a decoded field.", check_length_field, ("rows",),
           applies=lambda context: context.config.data.by_length is not None),
-    Check("decoding", 0.01, "Rows to train on are like those to evaluate on.",
+    Check("decoding", 0.01, "Training rows and evaluation rows are decoded to the same fields.",
           rare_rows.check_training_decode, ("rows",), applies=lambda context: context.task.has_epoch_decode),
-    Check("decoded again", 0.01, "A row is the same.", kept_state.check_decoding_state, ("rows",), calls_task=True),
-    Check("rounds", 0, "Each of them ends in the epoch in which it begins.", check_rounds, ("rows",),
+    Check("decoded again", 0.01, "A row is the same again.",
+          kept_state.check_decoding_state, ("rows",), calls_task=True),
+    Check("rounds", 0, "Each round ends in the epoch in which it begins.", check_rounds, ("rows",),
           applies=lambda context: context.job.steps_per_round > 1),
-    Check("evaluation data", 0.01, "It is like the data to train on.", open_evaluation_data, ("rows",),
+    Check("evaluation data", 0.01, "The fields match the training data's.", open_evaluation_data, ("rows",),
           applies=lambda context: context.config.data.evaluation_path is not None),
 
     # The dry run: the model on a few rows, and what trains it.
-    Check("model", 0.1, "It can be made, with optimizer and schedule.", dry_run.make_state, ("rows",),
+    Check("model", 0.1, "The model, the optimizer and the schedule can be built.", dry_run.make_state, ("rows",),
           calls_task=True),
-    Check("one row", 2, "It went through training and evaluation.", dry_run.try_first_row, ("model",),
+    Check("one row", 2, "One row passed through training and evaluation.", dry_run.try_first_row, ("model",),
           calls_task=True),
-    Check("kept state", 0.1, "The task, the loss and the transforms keep nothing outside of the model.",
+    Check("kept state", 0.1, "The task, the loss and the transforms keep no state outside the model.",
           kept_state.check_kept_state, ("one row",), calls_task=True),
-    Check("outputs", 0.01, "The training loss depends on all that the model returns.",
+    Check("outputs", 0.01, "The training loss depends on every output of the model.",
           kept_state.name_unused_outputs, ("one row",), calls_task=True,
           applies=lambda context: not isinstance(context.task, BatchTask)),
-    Check("normalization", 0, "It is that of several values.", gradient_checks.check_normalization, ("one row",)),
-    Check("value ranges", 0.1, "The model has classes and embeddings for them.",
+    Check("normalization", 0, "Statistics are over several values.", gradient_checks.check_normalization, ("one row",)),
+    Check("value ranges", 0.1, "The model has classes and embeddings for the smallest and largest values.",
           rare_rows.try_value_ranges, ("one row",),
           applies=lambda context: isinstance(context.task, ModuleTask) and not isinstance(context.task, LoopTask),
           calls_task=True),
-    Check("targets", 0, "The loss takes those of the first rows to evaluate on.", dry_run.check_eval_targets,
+    Check("targets", 0, "The loss accepts the targets of the first evaluation rows.", dry_run.check_eval_targets,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: isinstance(context.task, ModuleTask) and context.eval_rows is not None),
-    Check("rare rows", 0.1, "The longest ones can be trained and evaluated on.", rare_rows.try_rare_rows,
+    Check("rare rows", 0.1, "The model can be trained and evaluated on the longest rows.", rare_rows.try_rare_rows,
           ("one row", "evaluation data"), calls_task=True),
-    Check("batches", 0.1, "The evaluation of a row does not depend on the rows beside it.", batch_checks.try_batches,
-          ("one row", "evaluation data"), calls_task=True,
+    Check("batches", 0.1, "The evaluation of a row does not depend on the other rows of its batch.",
+          batch_checks.try_batches, ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.evaluation_path is not None),
     Check("reading time", 0.01, "The time to decode a row is known.", dry_run.measure_reading, ("one row",),
           calls_task=True,
@@ -451,38 +452,38 @@ CHECKS = (
     Check("evaluation time", 0.1, "An evaluation takes less time than the steps between two checkpoints.",
           dry_run.check_evaluation_time, ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.eval_rows is not None and not isinstance(context.task, LoopTask)),
-    Check("metrics", 0.2, "They do not depend on how the rows are divided into batches.", metric_checks.try_metrics,
+    Check("metrics", 0.2, "The metrics do not depend on how rows are divided into batches.", metric_checks.try_metrics,
           ("one row", "evaluation data"), calls_task=True,
           applies=lambda context: context.config.data.evaluation_path is not None),
-    Check("gradients", 0.1, "Those of logical workers add up to those of a batch.", gradient_checks.try_gradients,
-          ("one row",), calls_task=True,
+    Check("gradients", 0.1, "The gradients of the logical workers add up to the gradient of the batch.",
+          gradient_checks.try_gradients, ("one row",), calls_task=True,
           applies=lambda context: bool(context.unused_parameters) or isinstance(context.task, BatchTask)),
-    Check("optimizer", 0.01, "It makes steps, and a checkpoint holds its state.", dry_run.try_optimizers, ("model",)),
-    Check("snapshots", 0, "They fit into the memory of this machine.",
+    Check("optimizer", 0.01, "Steps work, and a checkpoint holds its state.", dry_run.try_optimizers, ("model",)),
+    Check("snapshots", 0, "Snapshots fit into the memory of this machine.",
           lambda context: check_snapshot_memory(context.model, psutil.virtual_memory().available), ("model",),
           applies=lambda context: context.config.checkpoint.snapshot_every_steps is not None),
-    Check("parameter servers", 0, "They can have parts of the model.", dry_run.check_server_parts, ("model",),
+    Check("parameter servers", 0, "The servers can hold parts of the model.", dry_run.check_server_parts, ("model",),
           applies=lambda context: context.config.train.strategy_traits.has_servers),
-    Check("parameter groups", 0, "They are configured.", dry_run.check_parameter_groups, ("model",),
+    Check("parameter groups", 0, "The strategy keeps the parameter groups.", dry_run.check_parameter_groups, ("model",),
           applies=lambda context: not context.config.train.strategy_traits.keeps_parameter_groups),
-    Check("shards", 0, "The model can be cut into them.", lambda context: check_shardable(context.model), ("model",),
+    Check("shards", 0, "The model can be cut into shards.", lambda context: check_shardable(context.model), ("model",),
           applies=lambda context: context.config.train.strategy_traits.shards_parameters),
-    Check("schedule", 0, "It lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
-    Check("data files", 0.01, "Their versions are known.", read_data_files, ("evaluation data",)),
+    Check("schedule", 0, "The schedule lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
+    Check("data files", 0.01, "The versions of the data files are known.", read_data_files, ("evaluation data",)),
 
     # Trainings of a few steps in processes of their own, several at a time.
-    Check("randomness", 7, "The same rows, keys and seeds of torch's give the same; nothing else is drawn from.",
+    Check("randomness", 7, "Equal rows, keys and torch seeds give equal results; no other generator is used.",
           try_repetitions, at_start=False),
-    Check("training", 0, f"{STEPS} steps on one worker, twice: the same parameters, bit for bit.",
+    Check("training", 0, f"{STEPS} steps on one worker, run twice, give bit-identical parameters.",
           compare_repetition, at_start=False),
-    Check("workers", 3, f"{STEPS} steps on one worker and on {WORKERS}: the same parameters, bit for bit.",
+    Check("workers", 3, f"{STEPS} steps on one worker and on {WORKERS} give bit-identical parameters.",
           compare_workers, applies=is_repeatable, at_start=False),
-    Check("resume", 0, f"{STEPS} steps, and the same from step {MIDDLE} on after a resume on 2 workers: the same"
-          " parameters, bit for bit.", compare_resume, applies=is_repeatable, at_start=False),
-    Check("evaluation", 0, f"The same metrics from one worker and from {WORKERS}.", compare_scores,
+    Check("resume", 0, f"{STEPS} steps, and the same steps resumed from step {MIDDLE} on 2 workers, give bit-identical"
+                       " parameters.", compare_resume, applies=is_repeatable, at_start=False),
+    Check("evaluation", 0, f"One worker and {WORKERS} workers compute the same metrics.", compare_scores,
           applies=has_comparable_scores, at_start=False),
     Check("export", 0, "The model can be exported.", try_export, at_start=False),
-    Check("GPU", 0, "It was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
+    Check("GPU", 0, "The GPU was not tried: a check computes on the CPU.", lambda context: CheckResult(level="warning"),
           applies=lambda context: context.config.scaling.worker_gpus > 0, at_start=False),
 )
 # fmt: on

@@ -72,11 +72,11 @@ class ReadingRates:
         if needed_cpus <= cpus:
             return []
         return [
-            f"{workers} workers with GPUs may train on about {rows:,.0f} rows per second, by the time of a few rows"
-            f" here; the {cpus:g} CPUs that are free for reading decode about {cpus / self.decode_s:,.0f}"
+            f"By the time that a few rows take here, {workers} workers with GPUs train on about {rows:,.0f} rows per"
+            f" second; the {cpus:g} CPUs that are free for reading decode only about {cpus / self.decode_s:,.0f}"
             f" ({1e3 * self.decode_s:.2g} ms per row), so the GPUs would wait for data. Use nodes with more CPUs (about"
-            f" {needed_cpus:,.0f} for reading), store smaller images, or set data.cache to disk or memory, with which"
-            " only the first epoch decodes."
+            f" {needed_cpus:,.0f} for reading), store smaller images, or set data.cache to disk or memory, so that only"
+            " the first epoch decodes."
         ]
 
 
@@ -146,14 +146,14 @@ class PreflightContext:
         """
         config = self.config
         try:
-            with restore_process_state(), user_code(lambda: "making model, optimizer and schedule"):
+            with restore_process_state(), user_code(lambda: "building model, optimizer and schedule"):
                 set_threads_and_kernels(torch.get_num_threads(), config.train.reduction == "exact")
                 seed_init(config.seed, HOST)
                 yield
         except TaskError as error:
             raise ConfigError(
-                f"The dry run with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule;"
-                f" tried were {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path}"
+                f"The dry run with one row failed: {error}\nCheck the task, task.init_args, optimizer and schedule; the"
+                f" dry run used {config.task.class_path} {config.task.init_args}, {config.optimizer.class_path}"
                 f" {config.optimizer.init_args}"
                 + (f", {config.schedule.class_path} {config.schedule.init_args}." if config.schedule else ".")
             ) from error
@@ -234,9 +234,9 @@ class RowProbe:
             return None
         longest = max(int(values.lengths.max()) for values in lists.values())
         return (
-            f"Rows of {longest} numbers in {' or '.join(map(repr, lists))} cannot be"
-            f" {'evaluated' if evaluates else 'trained'} on, rows of one can. Models know only so many positions"
-            " (max_position_embeddings, block_size): make these more, or set task.init_args.max_length to as many."
+            f"The model cannot be {'evaluated' if evaluates else 'trained'} on rows of {longest} numbers in"
+            f" {' or '.join(map(repr, lists))}, but on rows of one number it can. A model has a limited number of"
+            " positions (max_position_embeddings, block_size): increase it, or set task.init_args.max_length to it."
         )
 
 

@@ -49,7 +49,7 @@ def describe_prediction_columns(columns: Sequence[str], dataset: Dataset, carrie
         carried: The columns that are copied to the predictions.
     """
     used = f"Columns used: {join_names(columns, _MAX_NAMED)}" + (
-        f"; beside the predictions {join_names(carried, _MAX_NAMED)}" if carried else ""
+        f"; copied to the predictions {join_names(carried, _MAX_NAMED)}" if carried else ""
     )
     return [used, *_describe_unused_columns(dataset, [*columns, *carried])]
 
@@ -72,7 +72,7 @@ def _explain_unused(name: str, facts: ColumnFacts, data: DataFacts) -> str:
     """Returns the type of a column and the reason why it is not used."""
     kind = f"{facts.kind} {facts.dtype}".rstrip() if facts.kind == "other" else facts.kind
     if name in data.index_columns:
-        return f"{kind}, which numbers the rows; name it to use it"
+        return f"{kind}, which numbers the rows; name the column to use it"
     return f"{kind}, not named" if facts.kind in ("number", "integer", "array") else kind
 
 
@@ -83,8 +83,8 @@ def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
     """
     if not config.data.shuffle:
         made_from = (read_description(to_location(dataset.root)) or {}).get("made_from")
-        text = f"data.shuffle is false, and ray-app ingest has mixed the rows of {config.data.path}: they come in that"
-        text += " order. For the order of the source ingest it again with --shuffle false."
+        text = f"data.shuffle is false, and ray-app ingest has mixed the rows of {config.data.path}: rows come in that"
+        text += " order. To keep the order of the source, ingest again with --shuffle false."
         options = made_from["options"] if made_from else {"shuffle": False}
         return [text] if options.get("shuffle", True) and options["source"] != "digits" else []
     rows = dataset.manifest.rows[dataset.manifest.rows > 0]
@@ -97,8 +97,8 @@ def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
         if groups * facts.group_span < 0.5 * min(values, window):
             return [
                 f"{config.data.path} looks sorted by {name!r}: a row group spans {facts.group_span:,.1f} of"
-                f" {values:,.0f} values on an average, and a shuffle window of {window:,} rows mixes about"
-                f" {groups:.1f} row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest it again"
-                " (ray-app ingest mixes), or raise data.shuffle_window_rows."
+                f" {values:,.0f} values on average, and a shuffle window of {window:,} rows mixes about {groups:.1f}"
+                f" row groups, so at most about {groups * facts.group_span:,.0f} values. Ingest the data again (ray-app"
+                " ingest mixes rows), or raise data.shuffle_window_rows."
             ]
     return []

@@ -120,7 +120,7 @@ def try_first_row(context: PreflightContext) -> None:
         except TaskError as error:
             for evaluates in (False, True) if job.config.data.evaluation_path is not None else (False,):
                 if isinstance(task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
-                    raise ConfigError(f"{why} What was raised: {error}") from error
+                    raise ConfigError(f"{why} The error was: {error}") from error
             raise
 
 
@@ -189,7 +189,7 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
         if isinstance(error.__cause__, _CODE_ERRORS):
             raise
         logger.warning(
-            "The metrics cannot be computed of two rows; an evaluation has more, and may: %s",
+            "The metrics cannot be computed from two rows; an evaluation has more rows and may succeed: %s",
             str(error).splitlines()[0],
         )
         metric_names = sorted({"loss", *map(str, task.metrics().keys(keep_base=True))})
@@ -197,14 +197,14 @@ def _check_metric_names(job: Job, chunks: list[Chunk]) -> None:
     for name in metric_names:
         if (other := keys.setdefault(key := mlflow_key(f"eval_{name}"), name)) != name:
             raise ConfigError(
-                f"The metrics {other!r} and {name!r} have one name in MLflow, {key!r}. Give one of them another"
-                " name, of letters, digits and '_-. :/'."
+                f"The metrics {other!r} and {name!r} have the same name in MLflow, {key!r}. Rename one of them, with"
+                " letters, digits and '_-. :/'."
             )
     if metric not in metric_names:
         source = (
             "evaluate.metric" if job.config.evaluate.metric is not None else f"best_metric of {type(task).__name__}"
         )
-        raise ConfigError(f"{source} is {metric!r}; the task's metrics of one number are {', '.join(metric_names)}.")
+        raise ConfigError(f"{source} is {metric!r}; the task's single-valued metrics are {', '.join(metric_names)}.")
 
 
 @contextmanager
@@ -265,8 +265,8 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
     return [
         f"An evaluation of {rows:,} rows takes about {evaluation_s / training_s:.1f} times as long as the {steps:,}"
         f" steps between two checkpoints, by the time of a few rows on this CPU (a GPU counts as {_GPU_SPEEDUP} of its"
-        f" threads): {effect}. Evaluate fewer rows (evaluate.max_rows){speed_up}, or make fewer checkpoints"
-        " (checkpoint.every_steps, every_epochs)."
+        f" threads): {effect}. Set evaluate.max_rows{speed_up}, or write fewer checkpoints (checkpoint.every_steps,"
+        " every_epochs)."
     ]
 
 
@@ -293,7 +293,7 @@ def check_server_parts(context: PreflightContext) -> None:
     if type(task).apply_gradients is not Task.apply_gradients:
         raise ConfigError(
             "train.strategy is parameter_server, whose servers hold parts of the model, but"
-            f" {type(task).__name__}.apply_gradients moves the whole. Use another strategy, or leave that method out."
+            f" {type(task).__name__}.apply_gradients updates the whole model. Use another strategy, or remove it."
         )
 
 
@@ -302,9 +302,9 @@ def check_parameter_groups(context: PreflightContext) -> None:
     config, num_groups = context.config, len(context.row_probe.state.optimizer.param_groups)
     if num_groups > 1 + len(config.optimizer.groups or []):
         raise ConfigError(
-            f"optimizer.class_path {config.optimizer.class_path} makes {num_groups} groups of parameters by itself,"
-            f" which train.strategy {config.train.strategy} cannot keep apart. Use"
-            f" {list_strategies(lambda t: t.keeps_parameter_groups)}, or optimizer.groups."
+            f"optimizer.class_path {config.optimizer.class_path} creates {num_groups} parameter groups itself, which"
+            f" train.strategy {config.train.strategy} cannot keep apart. Use"
+            f" {list_strategies(lambda t: t.keeps_parameter_groups)}, or define the groups with optimizer.groups."
         )
 
 
@@ -329,19 +329,19 @@ def _check_optimizer_step(config: Config, spec: OptimizerSpec, model: nn.Module)
             return
         reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise ConfigError(
-            f"optimizer.class_path {spec.class_path} cannot make a step: {reason}. Steps have the gradient, which is"
-            " dense, and no closure. Use another of torch.optim, such as AdamW, or write Task.apply_gradients."
+            f"optimizer.class_path {spec.class_path} cannot make a step: {reason}. A step passes dense gradients and no"
+            " closure. Use another optimizer of torch.optim, such as AdamW, or write Task.apply_gradients."
         ) from error
     now = _kept_attributes(optimizer)
     if changed := [name for name in now if name not in attributes or not is_same(attributes[name], now[name])]:
         raise ConfigError(
-            f"optimizer.class_path {spec.class_path} keeps {changed[0]} in itself (self.{changed[0]}), which no"
-            " checkpoint has. Keep it in self.state[p] or in the group."
+            f"optimizer.class_path {spec.class_path} keeps {changed[0]} in the attribute self.{changed[0]}, which no"
+            " checkpoint contains. Keep the value in self.state[p] or in the parameter group."
         )
     if draws and (config.train.strategy_traits.shards_parameters or config.train.strategy_traits.has_servers):
         raise ConfigError(
             f"optimizer.class_path {spec.class_path} draws random numbers for whole parameters, and train.strategy"
-            f" {config.train.strategy} updates parts of them. Use"
+            f" {config.train.strategy} updates only parts of a parameter per process. Use"
             f" {list_strategies(lambda t: not t.shards_parameters and not t.has_servers)}."
         )
     state = {"state": optimizer.state_dict()["state"], "param_groups": _options(optimizer)}
@@ -382,15 +382,15 @@ def try_schedules(context: PreflightContext) -> None:
         schedules = [(state.schedule, context.job.total_steps)]
     if any(isinstance(schedule, ReduceLROnPlateau) for schedule, _ in schedules):
         raise ConfigError(
-            "A schedule's class_path is ReduceLROnPlateau, which needs an evaluation at each step; schedules here move"
-            " by steps alone. Use another of torch.optim.lr_scheduler, such as OneCycleLR or CosineAnnealingLR."
+            "schedule.class_path is ReduceLROnPlateau, which needs an evaluation at each step, but a schedule may"
+            " depend only on the step. Use another, such as OneCycleLR or CosineAnnealingLR."
         )
     for schedule, moves in schedules:
         _check_schedule_steps(schedule, moves)
     if state.schedule is not None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            with user_code(lambda: "moving the schedule"):
+            with user_code(lambda: "advancing the schedule"):
                 state.advance_schedule()
         _check_storable("The schedule", {"schedule": state.schedule.state_dict(), "groups": _options(state.optimizer)})
 
@@ -406,8 +406,8 @@ def _check_schedule_steps(schedule: LRScheduler | None, moves: int) -> None:
             _check_schedule_steps(inner, moves)
     elif (steps := getattr(schedule, "total_steps", moves)) < moves:
         raise ConfigError(
-            f"{type(schedule).__name__} has total_steps {steps}, but is moved at {moves} steps of the run; leave"
-            " total_steps out to use all steps of the run, or set at least as many."
+            f"{type(schedule).__name__} has total_steps {steps}, but the run advances it {moves} times. Leave"
+            f" total_steps out to use all steps of the run, or set it to at least {moves}."
         )
 
 
@@ -417,8 +417,8 @@ def _check_storable(owner: str, state: dict[str, Any]) -> None:
         if (failure := find_failing_part(name, value, _store_and_load)) is not None:
             part, _, error = failure
             raise ConfigError(
-                f"{owner} keeps {part}, which no checkpoint can be read with: {first_line(error).rstrip('.')}. Keep"
-                " numbers of Python and tensors: float(...) of what NumPy gives."
+                f"{owner} keeps {part}, and a checkpoint with it could not be read: {first_line(error).rstrip('.')}."
+                " Keep only Python numbers and tensors; convert a NumPy number with float(...)."
             ) from error
 
 

@@ -114,10 +114,9 @@ def _unused_parameter_warnings(
         return []
     subject, pronoun = ("parameters get", "them") if len(names) > 1 else ("parameter gets", "it")
     return [
-        f"{len(names)} trained {subject} no gradient from the rows that were tried: {join_names(names, 5)}. A"
-        f" missing gradient counts as zeros here, so weight decay and momentum move {pronoun}, while plain PyTorch"
-        f" leaves {pronoun} alone. Freeze {pronoun} by train.freeze, or give {pronoun} a group with weight_decay 0 by"
-        " optimizer.groups."
+        f"{len(names)} trained {subject} no gradient from the rows of the dry run: {join_names(names, 5)}. A missing"
+        f" gradient counts as zeros here, so weight decay and momentum change {pronoun}, while plain PyTorch does not."
+        f" Freeze {pronoun} with train.freeze, or give {pronoun} a group with weight_decay 0 in optimizer.groups."
     ]
 
 
@@ -158,13 +157,13 @@ def _not_a_mean_message(task: str, model: nn.Module, name: str) -> str:
     step = f"training_step of {type(model).__name__}" if hasattr(model, "training_step") else f"the step of {task}"
     if name == "loss":
         return (
-            f"The loss that {step} gives is not a mean over rows (a mean over tokens, a loss between rows): each"
-            " micro-batch counts by its rows, so the gradient depends on scaling.logical_workers. Where it is a mean"
-            " over tokens, write a Task whose loss returns Losses with the tokens as weights (docs/own-task.md)."
+            f"The loss that {step} returns is not a mean over rows (but over tokens, or between rows). Each micro-batch"
+            " is weighted by its number of rows, so the gradient depends on scaling.logical_workers. For a mean over"
+            " tokens, write a Task whose loss returns Losses with the tokens as weights (docs/own-task.md)."
         )
     return (
-        f"{name!r}, which {step} logs, is not a mean over rows: it is recorded as the mean over the micro-batches,"
-        " which depends on scaling.logical_workers. Log it in the evaluation, where the states of a torchmetrics"
+        f"{name!r}, which {step} logs, is not a mean over rows: the run records its mean over the micro-batches, which"
+        " depends on scaling.logical_workers. Log the value in the evaluation, where the states of a torchmetrics"
         " object are combined over all rows."
     )
 
@@ -201,17 +200,17 @@ def check_normalization(context: PreflightContext) -> list[str]:
     name, layer = next(iter(layers.items()), (None, None))
     if name is not None and rows == 1:
         raise ConfigError(
-            f"{name} of the model is a {type(layer).__name__}, and of {plan.logical_workers} logical workers"
-            f" (scaling.logical_workers) some have micro-batches of one row, with data.global_batch_size"
-            f" {plan.global_batch_size} and {plan.all_rows} rows of data: one value has no variance, so the layer would"
-            f" use its running statistics, which never change. The smallest valid data.global_batch_size, and number of"
-            f" rows, is {2 * plan.logical_workers}; or lower scaling.logical_workers in a new run."
+            f"{name} of the model is a {type(layer).__name__}, but with data.global_batch_size {plan.global_batch_size}"
+            f" and {plan.all_rows} rows of data, some of the {plan.logical_workers} logical workers"
+            " (scaling.logical_workers) have micro-batches of one row. One value has no variance, so the layer would"
+            " use its running statistics, which would never change. The smallest valid data.global_batch_size, and"
+            f" number of rows, is {2 * plan.logical_workers}; or lower scaling.logical_workers in a new run."
         )
     last = [rows for rows in plan.rows_of_step(plan.steps_per_epoch - 1) if rows]
     if name is None or 1 not in last:
         return []
     return [
-        f"In the last step of an epoch {last.count(1)} of {plan.logical_workers} logical workers have one row, of"
-        f" which {name}, batch normalization, has no variance: there it uses its running statistics and does not"
-        " change them. data.last_batch: drop leaves such a step out."
+        f"In the last step of an epoch, {last.count(1)} of {plan.logical_workers} logical workers have one row, of"
+        f" which the batch normalization {name} cannot compute a variance: in this step, the layer uses its running"
+        " statistics and does not update them. Set data.last_batch to drop to leave out this step."
     ]

@@ -68,7 +68,7 @@ def make_task(config: Config) -> Task:
             task = task_class(**config.task.init_args)
     except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be made:"
+            f"task.class_path {config.task.class_path!r} with init_args {config.task.init_args} cannot be created:"
             f" {error}. Name an importable subclass of ray_app.task.base.Task and its arguments."
         ) from error
     if not isinstance(task, Task):
@@ -89,8 +89,8 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
     if data.shard == "file" and files < logical_workers:
         raise DataError(
             f"data.shard is file, but {data.path} has {files} files with rows for {logical_workers} logical workers;"
-            " each needs at least one. Ingest into more files (--shard_rows), lower scaling.logical_workers, or set"
-            " data.shard to row."
+            " each logical worker needs at least one file. Ingest into more files (--shard_rows), lower"
+            " scaling.logical_workers, or set data.shard to row."
         )
     plan = Plan(
         manifest,
@@ -150,9 +150,9 @@ def check_evaluation_data(paths: RunPaths, config: Config, digest: str) -> None:
     before = {e.data_digest for e in read_scores(paths)} - {digest}
     if before and config.evaluate.patience is not None:
         raise DataError(
-            f"{config.data.evaluation_name} (digest {digest}) is not what this run was evaluated on before"
-            f" ({', '.join(before)}), but evaluate.patience makes the result depend on it. Give the data of before, or"
-            " another run.name."
+            f"{config.data.evaluation_name} (digest {digest}) differs from the data of this run's earlier evaluations"
+            f" ({', '.join(before)}), and with evaluate.patience the result depends on it. Restore the earlier data, or"
+            " choose another run.name."
         )
 
 
@@ -223,7 +223,7 @@ def _read_source(source: str) -> tuple[dict[str, Tensor], Sequence[str] | None]:
     names = filter(is_model_file, commit.get("files", {}))
     params = unpack_model({name: (location / f"{commit.get('prefix', '')}{name}").read_bytes() for name in names})
     if commit.get("params_digest") != params_digest(params):
-        raise ConfigError(f"train.init_from {source!r} is damaged: its parameters are not those of its {COMMIT}.")
+        raise ConfigError(f"train.init_from {source!r} is damaged: its parameters do not match its {COMMIT}.")
     return params, _read_run_classes(RunPaths(location.parent.parent))
 
 
@@ -236,7 +236,7 @@ def _read_best_checkpoint(paths: RunPaths) -> dict[str, Tensor]:
         except CheckpointError as error:
             logger.warning("The checkpoint of step %d of %s is skipped: %s", commit.step, paths.root, error)
             continue
-        logger.info("The initial parameters are those of step %d of %s.", commit.step, paths.root)
+        logger.info("The initial parameters are read from step %d of %s.", commit.step, paths.root)
         return params
     raise ConfigError(f"train.init_from {str(paths.root)!r} is a run without an intact checkpoint. Name another run.")
 
@@ -255,7 +255,7 @@ def replaced_weights_warnings(config: Config) -> list[str]:
     names = [
         name for key in _MODEL_ARGUMENTS for name in _pretrained_arguments(arguments.get(key), f"task.init_args.{key}")
     ]
-    return [f"{name} has no effect: the parameters are those of train.init_from. Set it to null." for name in names]
+    return [f"{name} has no effect: the parameters come from train.init_from. Set {name} to null." for name in names]
 
 
 def _pretrained_arguments(value: Any, name: str) -> list[str]:
@@ -296,6 +296,6 @@ def _fetch_registered(config: Config, model: str) -> tuple[dict[str, Tensor], Se
         raise
     except Exception as error:  # MLflow raises many types of errors, mostly because it cannot be reached.
         raise ConfigError(
-            f"train.init_from {model!r} cannot be had from {redact(uri)}: {type(error).__name__}: {error}. Check"
+            f"train.init_from {model!r} cannot be loaded from {redact(uri)}: {type(error).__name__}: {error}. Check"
             " tracking.uri, or name model.safetensors of an export."
         ) from error

@@ -34,11 +34,11 @@ from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.state.state import seed_step
 
 _IN_TRAINING = (
-    "Keep it in the model, where it is stored and every logical worker starts a step from the same: as a buffer"
-    " (register_buffer) or a parameter. Random numbers come from torch's generators in the model and the loss, and from"
-    " the keys in augment"
+    "Keep the state in the model, as a buffer (register_buffer) or a parameter: checkpoints store these, and every"
+    " logical worker starts a step with the same values. Draw random numbers from torch's generators in the model and"
+    " the loss, and from the keys in augment"
 )
-_IN_READERS = "A row is decoded from its values and its key alone: draw from torch's generators, or from the key"
+_IN_READERS = "A decoded row must depend only on its values and its key: draw from torch's generators, or from the key"
 
 
 def check_decoding_state(context: PreflightContext) -> list[str]:
@@ -97,10 +97,10 @@ def refuse_outside_parameters(model: nn.Module, losses: Tensor) -> None:
         named = ((type(one), *pair) for one in modules for pair in one.named_parameters(recurse=False))
         names = (f"the parameter {name} of {kind.__name__}" for kind, name, p in named if p is outside)
         raise ConfigError(
-            f"The training loss depends on {next(names, f'a parameter of shape {tuple(outside.shape)}')}, which is no"
-            " part of the model: each process would draw it by itself, and nothing trains or stores it. Make its module"
-            " a part of the model that build_model returns (self.criterion = ... in it); the loss of"
-            " task.init_args.loss becomes one by itself."
+            f"The training loss depends on {next(names, f'a parameter of shape {tuple(outside.shape)}')}, which is not"
+            " part of the model: each process would initialize it separately, and nothing trains or stores it. Make its"
+            " module a part of the model that build_model returns (self.criterion = ... in the model). A loss given as"
+            " task.init_args.loss becomes part of the model automatically."
         )
 
 
@@ -121,13 +121,13 @@ def _check_calls(
     if changed := [name for name, value in before.items() if not is_same(value, after.get(name, value))]:
         raise ConfigError(
             f"{changed[0]} changes with every call: {result} was computed three times, with the same rows, keys and"
-            " seeds. Each worker and each reader has a value of its own, so the result would depend on their number,"
-            f" and no checkpoint has it. {advice}."
+            " seeds. Each worker and each reader has its own value, so the result would depend on their number, and no"
+            f" checkpoint contains it. {advice}."
         )
     if not is_same(results[1], results[2]):
         yield (
-            f"{result} is another when {type(task).__name__} computes it again with the same rows, keys and seeds of"
-            " torch's, so two runs differ. `ray-app check` names the line."
+            f"{result} changes if {type(task).__name__} computes it again with the same rows, keys and torch seeds, so"
+            " two runs differ. `ray-app check` names the line."
         )
 
 
@@ -186,14 +186,13 @@ def name_unused_outputs(context: PreflightContext) -> list[str]:
     messages = []
     if nodes and unused:
         messages.append(
-            f"The model computes {', '.join(dict.fromkeys(unused))}, and the training loss does not depend on it:"
-            " nothing is trained by it. Where it is a loss, add it in Task.training_loss (docs/own-task.md); else this"
-            " is only a note."
+            f"The model computes {', '.join(dict.fromkeys(unused))}, and the training loss does not depend on it. If"
+            " the output is a loss, add it in Task.training_loss (docs/own-task.md); otherwise this is only a note."
         )
     if isinstance(task, ModuleTask) and task.target in (columns := task.columns_of_model()) and len(columns) > 1:
         messages.append(
-            f"Column {task.target!r} is the target and also an input: the model is given what it is to predict, and a"
-            " prediction needs this column. Leave it out of task.init_args.inputs unless this is meant."
+            f"Column {task.target!r} is the target and also an input: the model reads the value that it predicts, and a"
+            " prediction needs this column. Leave the column out of task.init_args.inputs unless this is intended."
         )
     return messages
 

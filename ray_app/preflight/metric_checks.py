@@ -49,8 +49,8 @@ _RTOL, _ATOL = 1e-3, 1e-5
 _FIRST_PART = 3
 """The first of two parts of a batch has one of this number of rows."""
 _LOGITS = (
-    " torchmetrics takes outputs for probabilities if all of an update are between 0 and 1, else for logits. If they"
-    " are scores, give it outputs.sigmoid() or outputs.softmax(1) in the task's update; of a ModuleTask set"
+    " torchmetrics treats the outputs of an update as probabilities if all are between 0 and 1, otherwise as logits. If"
+    " the outputs are logits, pass outputs.sigmoid() or outputs.softmax(1) in the task's update; for a ModuleTask, set"
     " task.init_args.activation to sigmoid or softmax."
 )
 Outputs = Sequence[tuple[Any, Batch]]
@@ -151,8 +151,8 @@ def _check_states(task: Task, outputs: Outputs) -> None:
         if changed := [key for key, value in after.items() if before[str(name)].get(key) != value]:
             raise ConfigError(
                 f"The metric {name!r} ({type(metric).__name__}) changes {', '.join(changed)} in its update, which are"
-                " attributes and not states: an evaluation is combined from the states of parts of the rows, so they"
-                " would be lost. Register them in __init__ with self.add_state(name, torch.tensor(0),"
+                " attributes and not states: an evaluation is combined from the states of parts of the rows, so"
+                " attributes would be lost. Register each in __init__ with self.add_state(name, torch.tensor(0),"
                 " dist_reduce_fx='sum')."
             )
     _check_wrappers(metrics)
@@ -212,7 +212,7 @@ def _check_wrappers(metrics: MetricCollection) -> None:
         if wrappers := sorted(reasons.keys() & names):
             raise ConfigError(
                 f"The metric {name!r} is a torchmetrics {wrappers[0]}, which {reasons[wrappers[0]]}: its value would"
-                " depend on evaluate.batch_size. Use the metric inside it."
+                " depend on evaluate.batch_size. Use the wrapped metric itself."
             )
 
 
@@ -234,10 +234,10 @@ def _check_equal(task: Task, expected: Values, combined: MetricCollection, parts
         if any(map(is_classification, combined.values(copy_state=False))):
             remedy = _LOGITS
         raise ConfigError(
-            f"The metric {name!r} of {type(task).__name__} is {_format_value(value)} where it saw some rows at once,"
-            f" and {_format_value(values.get(name))} put together from the states of {parts}: an evaluation scores rows"
-            " in chunks, so its value would depend on evaluate.batch_size. Its states (add_state) must hold all that"
-            " compute needs, as sums or lists over rows and not as means over updates. The metrics are"
+            f"The metric {name!r} of {type(task).__name__} is {_format_value(value)} computed from all rows at once,"
+            f" but {_format_value(values.get(name))} combined from the states of {parts}. An evaluation scores rows in"
+            " chunks, so the value would depend on evaluate.batch_size. The metric's states (add_state) must hold"
+            " everything that compute needs, as sums or lists over rows and not as means over updates. The metrics are"
             f" {kinds}.{remedy}"
         )
 
@@ -308,18 +308,18 @@ def _check_means(task: BatchTask, model: nn.Module, rows: Arrays) -> list[str]:
     cut = max(1, count // _FIRST_PART)
     for name, (value, mean) in unequal.items():
         raise ConfigError(
-            f"{name!r}, as the evaluation of {type(task).__name__} gives it, is not a mean over rows: of a batch of"
-            f" {count} rows it is {value:.6g}, and {mean:.6g} as the mean over two parts of it of {cut} and"
-            f" {count - cut} rows. Averaged over batches it would depend on evaluate.batch_size. Give the torchmetrics"
-            " object itself, whose states are combined over all rows: self.log(name, self.metric) in a Lightning"
-            " module, the object in the dictionary that a script's evaluate returns (torchmetrics.MeanMetric, updated"
-            " with weights, for a mean over tokens; MeanSquaredError(squared=False) for a root). If the mean over"
-            " batches of evaluate.batch_size rows is meant, set evaluate.fixed_batches: true."
+            f"{name!r}, as the evaluation of {type(task).__name__} computes it, is not a mean over rows: for a batch of"
+            f" {count} rows it is {value:.6g}, for two parts of {cut} and {count - cut} rows it is {mean:.6g} on"
+            " average. Its mean over batches would depend on evaluate.batch_size. Return the torchmetrics object"
+            " itself, whose states are combined over all rows: self.log(name, self.metric) in a Lightning module, the"
+            " object in the dictionary that a script's evaluate returns (torchmetrics.MeanMetric, updated with weights,"
+            " for a mean over tokens; MeanSquaredError(squared=False) for a root). If the mean over batches of"
+            " evaluate.batch_size rows is intended, set evaluate.fixed_batches: true."
         )
     return [
-        f"{name!r}, as the evaluation of {type(task).__name__} gives it, is another number each time that the same"
-        " rows are evaluated, or in another order: what it draws at random makes it depend on evaluate.batch_size."
-        " Draw only where training is true."
+        f"{name!r}, as the evaluation of {type(task).__name__} computes it, changes if the same rows are evaluated"
+        " again or in another order: random numbers make it depend on evaluate.batch_size. Draw random numbers only if"
+        " self.training is true."
         for name in sorted(random_values)
     ]
 

@@ -65,33 +65,33 @@ def check_forward(model: nn.Module, in_turns: bool, moving: Sequence[Tensor] = (
             raise replaced_tensor_error(name)
         if tensor.shape != shapes[name]:
             raise ConfigError(
-                f"Training changes the shape of {name} from {tuple(shapes[name])} to {tuple(tensor.shape)}, and a"
-                " checkpoint is read into a model that has never been called. Run a batch through the model at the end"
-                " of build_model."
+                f"Training changes the shape of {name} from {tuple(shapes[name])} to {tuple(tensor.shape)}, but a"
+                " checkpoint is read into a model that has not been called yet. Run a batch through the model at the"
+                " end of build_model."
             )
     for name, value in unsaved_buffers.items():
         # The bytes are compared, because NaN differs from itself.
         if params_digest({"": value}) != params_digest({"": now[name]}):
             raise ConfigError(
-                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint has"
-                " it: a run that goes on would have lost it. Register it with persistent=True."
+                f"Training changes the buffer {name}, which is registered with persistent=False, so no checkpoint"
+                " contains it and a resumed run would lose it. Register the buffer with persistent=True."
             )
     if changed := [name for name, sum_ in _parameter_checksums(model, moving).items() if sum_ != checksums[name]]:
         raise ConfigError(
             f"The forward of training changes the parameter {changed[0]}. A worker that runs several logical workers"
-            " would change it several times in a step. What moves by itself (a momentum encoder, an average) is moved"
-            " once in a step by Task.apply_gradients, or is a buffer (register_buffer), of which every logical worker"
-            " starts from the same."
+            " would change it several times in a step. Update such a value (a momentum encoder, an average) once per"
+            " step in Task.apply_gradients, or make it a buffer (register_buffer), from which every logical worker"
+            " starts a step."
         )
     if not in_turns and (switched := [name for name, p in model.named_parameters() if p.requires_grad != flags[name]]):
         raise ConfigError(
-            f"The forward of training changes requires_grad of {switched[0]}. What is trained is decided when the"
-            " model is made: in build_model, or by train.freeze; multiply what is not to count yet by 0."
+            f"The forward of training changes requires_grad of {switched[0]}. The trained parameters are fixed when the"
+            " model is built: set requires_grad in build_model or with train.freeze, and multiply ignored losses by 0."
         )
     if any(p.grad is not None for p in without_gradient):
         raise ConfigError(
-            "training_loss leaves gradients in the model's parameters, since it calls backward(); they would be added"
-            " to the step's. Take gradients by torch.autograd.grad, which leaves none."
+            "training_loss leaves gradients in the model's parameters, because it calls backward(); the step would add"
+            " its own gradients to them. Compute gradients with torch.autograd.grad, which leaves none."
         )
 
 
@@ -107,21 +107,21 @@ def _check_state_dict(model: nn.Module, saved: dict[str, object]) -> None:
     for name, value in saved.items():
         if not isinstance(value, Tensor):
             raise ConfigError(
-                f"The model's state_dict has {name}, which is no tensor but {type(value).__name__} (get_extra_state),"
-                " and a checkpoint holds tensors. Return a tensor from get_extra_state, or keep it in a buffer."
+                f"The model's state_dict has {name}, which is a {type(value).__name__} (get_extra_state), but a"
+                " checkpoint holds only tensors. Return a tensor from get_extra_state, or keep it in a buffer."
             )
         try:
             safetensors.torch.save({name: torch.empty(0, dtype=value.dtype)})
         except Exception as error:  # safetensors does not document the types of its errors.
             raise ConfigError(
-                f"{name} of the model is {str(value.dtype).removeprefix('torch.')}, which a checkpoint has no type for"
-                " (safetensors). Use another, such as complex64 or float64."
+                f"{name} of the model is {str(value.dtype).removeprefix('torch.')}, a type that a checkpoint"
+                " (safetensors) cannot store. Use another type, such as complex64 or float64."
             ) from error
     saved_ids = {id(value) for value in saved.values()}
     if lacking := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in saved_ids]:
         raise ConfigError(
-            f"The model's state_dict leaves {lacking[0]} out, which is trained, so no checkpoint would have it. Let"
-            " state_dict hold what is trained, or freeze it."
+            f"The model's state_dict leaves out {lacking[0]}, which is trained, so no checkpoint would contain it. Let"
+            " state_dict include all trained parameters, or freeze this one."
         )
 
 
@@ -132,18 +132,18 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.weight.requires_grad:
             if layer.sparse:
                 raise ConfigError(
-                    f"{layer_name} of the model has sparse=True, and gradients travel dense. Make it with sparse=False."
+                    f"{layer_name} of the model has sparse=True, but gradients are sent dense. Set sparse=False."
                 )
             if layer.max_norm is not None:
                 raise ConfigError(
-                    f"{layer_name} of the model has max_norm, by which its forward changes its weights: how often in a"
-                    " step would depend on the number of workers. Clamp the norms in Task.apply_gradients instead,"
-                    " once in a step."
+                    f"{layer_name} of the model has max_norm, with which its forward changes its weights: the number of"
+                    " changes per step would depend on the number of workers. Clamp the norms in Task.apply_gradients"
+                    " instead, once in a step."
                 )
         if isinstance(layer, nn.SyncBatchNorm):
             raise ConfigError(
-                f"{layer_name} of the model is a SyncBatchNorm, whose statistics are those of all processes of a step,"
-                " of which there may be any number. Use BatchNorm, which has those of a logical worker, or GroupNorm."
+                f"{layer_name} of the model is a SyncBatchNorm, which computes statistics over all processes of a step,"
+                " and their number may change. Use BatchNorm, which computes them per logical worker, or GroupNorm."
             )
     parameters = dict(model.named_parameters())
     tensors = [*parameters.items(), *model.named_buffers()]
@@ -155,15 +155,15 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
             )
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"{name} of the model is sparse, and what is exchanged and saved is dense. Make it dense: .to_dense()."
+                f"{name} of the model is sparse, but gradients and checkpoints are dense. Call .to_dense()."
             )
         if (
             any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
             and name not in parameters
         ):
             raise ConfigError(
-                f"Values of the buffer {name} share their memory (expand), so no state can be loaded. Register it with"
-                f" .contiguous()."
+                f"Values of the buffer {name} share their memory (expand), so no state can be loaded. Register the"
+                " buffer with .contiguous()."
             )
     spans = [
         (t.untyped_storage().data_ptr(), t.storage_offset() * t.element_size(), t.nbytes, name)
@@ -173,17 +173,17 @@ def _check_tensors_and_layers(model: nn.Module) -> None:
     for (storage, begin, size, first), (other, at, _, second) in pairwise(sorted(spans)):
         if storage == other and at < begin + size and not parameters.keys().isdisjoint((first, second)):
             raise ConfigError(
-                f"{first} and {second} of the model share memory but are different tensors (.data), so that a state is"
-                " loaded into one over the other. Share the parameter itself: second.weight = first.weight."
+                f"{first} and {second} of the model share memory but are different tensors (.data), so loading one"
+                " overwrites the other. Share the parameter itself: second.weight = first.weight."
             )
 
 
-_POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels, as an adaptive pooling to size 1 is"
+_POOLS = "pooling with a kernel of fixed size, or a mean (amax) over the pixels for adaptive pooling to size 1"
 _BLOCKS, _STRIDE = "a convolution with a stride, or a mean over reshaped blocks", "a convolution with a stride"
 _UNPOOL, _PADS = "a transposed convolution, or interpolation", "zeros, or padding_mode replicate"
-_ROWS, _MEDIAN = "mode nearest, or bilinear over (N, C, 1, W)", "sort, and the middle"
+_ROWS, _MEDIAN = "mode nearest, or bilinear over (N, C, 1, W)", "sort, and take the middle value"
 _SCATTERED = "index_add or scatter_reduce with sum, or a loop over the groups"
-_PIXELS, _UNREDUCED = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, and the mean of that"
+_PIXELS, _UNREDUCED = "cross-entropy or NLLLoss over pixels, as mean or sum", "reduction none, followed by a mean"
 _SAMPLED = "grid_sample, backward", "an augmentation before the step, in Task.decode or Task.augment"
 _NONDETERMINISTIC_OPS: Mapping[str, tuple[str, str]] = {
     "_adaptive_avg_pool2d_backward": ("AdaptiveAvgPool2d, backward", _POOLS),
@@ -260,9 +260,9 @@ class KernelRecorder(TorchDispatchMode):
         if self._refused:
             lines = "\n".join(f"  {title}: choose {instead}" for title, instead in sorted(self._refused.items()))
             raise ConfigError(
-                f"train.reduction is exact, for which PyTorch takes deterministic kernels alone, and on GPUs ({gpus:g}"
-                f" each) it has none for\n{lines}\nOr set train.reduction to overlapped, which promises the rows of a"
-                " step, but no bits."
+                f"train.reduction is exact, which needs deterministic kernels, but PyTorch has none on GPUs ({gpus:g}"
+                f" per worker) for\n{lines}\nOr set train.reduction to overlapped, which guarantees the rows of a step,"
+                " but not bit-identical parameters."
             )
 
 
@@ -280,19 +280,19 @@ def check_shardable(model: nn.Module) -> None:
 
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise ConfigError(
-            f"train.strategy is fsdp, which needs PyTorch 2.15, and this is {torch.__version__}: earlier versions send"
-            " no zeros for parameters that a pass leaves out. Install torch 2.15 on all nodes, or use ddp."
+            f"train.strategy is fsdp, which needs PyTorch 2.15, but {torch.__version__} is installed: earlier versions"
+            " send no zeros for parameters that a pass leaves out. Install torch 2.15 on all nodes, or use ddp."
         )
     for name, p in model.named_parameters():
         if not p.ndim or not p.numel():
             raise ConfigError(
                 f"The parameter {name} has {'no dimensions' if not p.ndim else 'no values'}, and train.strategy fsdp"
-                " cuts parameters along their first one. Give it the shape (1,), or use ddp."
+                " cuts parameters along their first dimension. Give the parameter the shape (1,), or use ddp."
             )
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ConfigError(
-                f"The parameter {name} has a hook (register_hook), which its shards do not have (train.strategy fsdp)."
-                " Do it in the forward or in Task.apply_gradients, or use ddp."
+                f"The parameter {name} has a hook (register_hook), which its shards would not have (train.strategy"
+                " fsdp). Move the hook's work to the forward or to Task.apply_gradients, or use ddp."
             )
     parameter_ids = {id(p) for p in model.parameters()}
     for name, module in model.named_modules():
@@ -303,9 +303,9 @@ def check_shardable(model: nn.Module) -> None:
         for key, value in vars(module).items():
             if key not in ignored and any(id(leaf) in parameter_ids for leaf in tree_leaves(value)):
                 raise ConfigError(
-                    f"{f'{name}.' if name else ''}{key} of the model is no module and holds parameters, which would"
-                    " not be the ones that are trained (train.strategy fsdp puts shards in their place). Keep them in"
-                    " an nn.ParameterList, or use ddp."
+                    f"{f'{name}.' if name else ''}{key} of the model is not a module but holds parameters, which would"
+                    " not be trained (train.strategy fsdp replaces parameters by shards). Keep the parameters in an"
+                    " nn.ParameterList, or use ddp."
                 )
 
 
@@ -319,10 +319,10 @@ def check_picklable(task: Task) -> None:
         return
     name, value, error = failure
     raise ConfigError(
-        f"{name} of the task cannot be sent to other processes: it is a"
-        f" {type(value).__module__}.{type(value).__qualname__} ({type(error).__name__}: {first_line(error)}). A task"
-        " is pickled to readers, workers and the evaluator, whatever the strategy: keep settings in it, and make"
-        " locks, open files, generators and connections where they are used."
+        f"{name} of the task cannot be sent to other processes, because it is a"
+        f" {type(value).__module__}.{type(value).__qualname__} ({type(error).__name__}: {first_line(error)}). A task is"
+        " pickled to readers, workers and the evaluator, with any strategy: keep only settings in it, and create locks,"
+        " open files, generators and connections where they are used."
     )
 
 

@@ -138,7 +138,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     job = prepared.job
     if not prepared.resumes and job.paths.config.exists():
         raise RunExistsError(
-            f"The run {job.paths.name!r} was started by someone else at this moment; start again to continue it."
+            f"The run {job.paths.name!r} was started by another process at this moment; start again to continue it."
         )
     if prepared.initial is not None:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
@@ -193,8 +193,8 @@ def put_config(paths: RunPaths, config: Config) -> None:
     put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o644)
     if secret:
         logger.warning(
-            "The configuration holds a secret: %s is complete, and on a disk readable by its owner alone; MLflow, logs"
-            " and events get it without. Secrets are better kept in environment variables.",
+            "The configuration holds a secret. %s contains it, and on a disk only its owner can read the file; MLflow,"
+            " logs and events do not contain it. Keep secrets in environment variables.",
             paths.config,
         )
 
@@ -218,8 +218,8 @@ def check_storage(config: Config) -> None:
         except OSError as error:
             why = f"{error.strerror or error} ({folder})"
     raise ConfigError(
-        f"run.storage_path is {config.run.storage_path!r}, where no run can be stored: {why}. Give a folder that you"
-        " may write to, which all nodes see under the same path, or a prefix in a bucket."
+        f"No run can be stored in run.storage_path {config.run.storage_path!r}: {why}. Set run.storage_path to a"
+        " writable folder that all nodes see under the same path, or to a prefix in a bucket."
     )
 
 
@@ -232,8 +232,8 @@ def _refuse_name_of_other_case(folder: Path, name: str | None) -> None:
     if unicodedata.normalize("NFC", name) not in present:
         other = next((file for file in present if file.casefold() == name.casefold()), name)
         raise ConfigError(
-            f"run.name is {name!r}, and {folder} has a run {other!r}, which its file system takes for the same name."
-            f" Give another name, or {other!r} to continue that run."
+            f"run.name is {name!r}, but {folder} has a run {other!r}, and its file system treats both names as the"
+            f" same. Choose another name, or {other!r} to continue the existing run."
         )
 
 
@@ -304,4 +304,4 @@ def iter_findings(config: Config) -> Iterator[Finding]:
                 yield Finding(outcome.level, check.name, outcome.text or check.message, seconds)
                 yield from (Finding("warning", check.name, text) for text in outcome.warnings)
     if untried:
-        yield Finding("warning", "the rest", f"{len(untried)} more were not made: they need what is refused above.")
+        yield Finding("warning", "the rest", f"{len(untried)} more were not run: they need what is refused above.")

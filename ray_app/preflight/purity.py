@@ -52,7 +52,7 @@ _GLOBAL_STATES: dict[str, Callable[[], Any]] = {
 }
 """Functions that return the states as values for `==`, which takes microseconds: they are compared at every line."""
 TORCH = "torch's default generator"
-_UNSEEDED = "a generator made without a seed (numpy.random.default_rng)"
+_UNSEEDED = "a generator without a seed (numpy.random.default_rng)"
 _GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -187,12 +187,12 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 _DRAWN = (
-    "Draw from the keys that it gets: with drawing(key): for what draws from torch, numpy.random.default_rng(key) for"
-    " the rest"
+    "Draw from the keys in its arguments: use `with drawing(key):` for code that draws from torch, and"
+    " numpy.random.default_rng(key) for other code"
 )
 _KEYED = (
-    "Draw from the keys that augment gets (uniform(keys, salt=1)), or from torch's default generators in the model and"
-    " the loss"
+    "Draw from the keys in the arguments of augment (uniform(keys, salt=1)), or from torch's default generators in the"
+    " model and the loss"
 )
 
 
@@ -209,8 +209,8 @@ def _iter_impurities(job: Job) -> Iterator[str]:
     task, rows = job.task, _read_undecoded(job)
     decoded = task.decode(rows)
     advice = (
-        "Its result may be cached and used in every epoch, so it draws nothing: make the random part of it in augment,"
-        " from the keys"
+        "The result may be cached and used in every epoch, so it must not draw random numbers: move the random part to"
+        " augment, and draw from the keys there"
     )
     findings = list(_check_repeatable("decode", lambda: _comparable(task.decode(rows)), advice, ()))
     yield from findings or _check_row_independence(task, rows)
@@ -316,9 +316,8 @@ def _check_repeatable(name: str, call: Callable[[], Any], advice: str, allowed: 
         yield f"{name} draws from {', and from '.join(sources)}. {advice}."
     elif differs:
         yield (
-            f"{name} gives something else when it is called again with the same rows, keys and seeds of torch's: it"
-            " keeps something from one call for the next, looks at the time, or draws from a generator of its own."
-            f" {advice}."
+            f"{name} returns another result if it is called again with the same rows, keys and torch seeds: it keeps"
+            f" state from one call to the next, reads the time, or draws from its own generator. {advice}."
         )
 
 
@@ -333,8 +332,8 @@ def _check_row_independence(task: Task, rows: Rows) -> Iterator[str]:
         ]
         if differing:
             yield (
-                f"decode makes another {differing[0]!r} of a row by itself than of the same row with others, so the"
-                " result would depend on how the data is read. Look at each row alone; take what is known of all of"
-                " them from prepare or task.init_args."
+                f"decode returns another {differing[0]!r} for a row alone than for the same row together with others,"
+                " so the result would depend on how the data is read. Decode each row independently; facts about all"
+                " rows come from prepare or task.init_args."
             )
             return

@@ -93,9 +93,9 @@ def _missing_class_message(
     """Returns the message for a value of the target for which the model or a metric has no output."""
     missing, owner = ("loss or no metric", "the model and the metrics") if evaluates else ("loss", "the model")
     return (
-        f"Column {name!r} has values from {value_range[0]:g} to {value_range[1]:g}, and with {value:g} there is no"
-        f" {missing}: {_error_line(error)}. Let {owner} have an output for each class (num_classes, num_labels), or"
-        " correct the column."
+        f"Column {name!r} has values from {value_range[0]:g} to {value_range[1]:g}, but there is no {missing} for"
+        f" {value:g}: {_error_line(error)}. Give {owner} one output per class (num_classes, num_labels), or correct the"
+        " column."
     )
 
 
@@ -106,9 +106,9 @@ def _missing_embedding_message(
     sizes = sorted({module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)})
     padding = "" if value in value_range else f" and is padded with {value:g}"
     return (
-        f"Column {name!r} has values up to {value_range[1]:g}{padding}, and the model has no embedding for {value:g}:"
+        f"Column {name!r} has values up to {value_range[1]:g}{padding}, but the model has no embedding for {value:g}:"
         f" {_error_line(error)}. Its embeddings have {', '.join(map(str, sizes)) or 'no'} rows. Set the model's"
-        " vocab_size (num_embeddings) to that of the tokenizer, or correct the column or task.init_args.pad_with."
+        " vocab_size (num_embeddings) to the tokenizer's, or correct the column or task.init_args.pad_with."
     )
 
 
@@ -165,8 +165,8 @@ def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: b
     # Two operations for each parameter and number of the two copies.
     if (operations := 4.0 * numbers * sum(p.numel() for p in context.model.parameters())) > MAX_OPERATIONS:
         logger.warning(
-            "The longest row of %s (%d numbers) is not tried before the start: it would take about %.1e operations."
-            " Whether the model knows as many positions is seen when it is trained or evaluated on.",
+            "The longest row of %s (%d numbers) is not tried before the start, which would take about %.1e operations."
+            " If the model has too few positions for it, training or evaluation fails at this row.",
             *(name, numbers, operations),
         )
         return tried_numbers
@@ -174,7 +174,7 @@ def _try_longest(context: PreflightContext, name: str, row: Arrays, evaluates: b
         row_probe.run(rows, evaluates, "the longest row")
     except TaskError as error:
         if isinstance(context.task, ModuleTask) and (why := row_probe.explain_too_long(rows, evaluates)) is not None:
-            raise ConfigError(f"{name}: {why} What was raised: {error}") from error
+            raise ConfigError(f"{name}: {why} The error was: {error}") from error
         raise error.with_context(f"the longest row of {name} ({numbers} numbers)") from error
     return numbers
 
@@ -204,22 +204,22 @@ def check_training_decode(context: PreflightContext) -> None:
         ConfigError: The row cannot be decoded, or a field has another type or shape than from `decode`.
     """
     task, fields = context.task, context.fields
-    where = " Look at task.init_args.transforms." if getattr(task, "transforms", None) else ""
+    where = " Check task.init_args.transforms." if getattr(task, "transforms", None) else ""
     for key in _KEYS:
         try:
-            with restore_process_state(), user_code(lambda: "decoding a row to train on"):
+            with restore_process_state(), user_code(lambda: "decoding a training row"):
                 decoded = task.decode_training(context.undecoded_row, key[None])
         except TaskError as error:
-            raise ConfigError(f"A row to train on cannot be decoded: {error}{where}") from error
+            raise ConfigError(f"A training row cannot be decoded: {error}{where}") from error
         training_fields = {name: spec_of_values(values) for name, values in decoded.items()}
         for name in fields.keys() | training_fields.keys():
             if training_fields.get(name) != fields.get(name):
                 raise ConfigError(
-                    f"{type(task).__name__} decodes {name!r} of a row to train on to"
-                    f" {_describe_spec(training_fields.get(name))}, of one to evaluate on to"
-                    f" {_describe_spec(fields.get(name))}; both must be alike, in every epoch."
+                    f"{type(task).__name__} decodes {name!r} of a training row to"
+                    f" {_describe_spec(training_fields.get(name))}, but of an evaluation row to"
+                    f" {_describe_spec(fields.get(name))}; both must be the same in every epoch."
                     + (
-                        " Let task.init_args.transforms and evaluate_transforms give the same size and type."
+                        " Let task.init_args.transforms and evaluate_transforms return the same size and type."
                         if where
                         else ""
                     )

@@ -141,7 +141,7 @@ class Sandbox:
         ending = f"did not end within {limit_s:g} s"
         if status is not None:
             ending = f"ended by {f'signal {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'}"
-        return CallResult(None, TaskError(f"Its process {ending}", output), output, 0.0)
+        return CallResult(None, TaskError(f"The process of the check {ending}", output), output, 0.0)
 
     def _path(self, number: int, kind: str) -> Path:
         """Returns the path of a file of a call: `call`, `result` or `out`."""

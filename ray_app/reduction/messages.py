@@ -83,9 +83,9 @@ class _Signature:
 
     def _error(self, sender: int) -> ForgedMessageError:
         return ForgedMessageError(
-            f"A message in the name of rank {sender} ({self.context}) has no proof that a worker of this run has sent"
-            " it, and was not read. Another process has joined the workers' process group, or the network has changed"
-            " the message. The workers form a new group; if this repeats, let no other process reach their ports, see"
+            f"A message in the name of rank {sender} ({self.context}) has no proof that a worker of this run sent it,"
+            " so it was not read. Another process has joined the workers' process group, or the network has changed the"
+            " message. The workers form a new group; if this repeats, let no other process reach their ports, see"
             " SECURITY.md."
         )
 

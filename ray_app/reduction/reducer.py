@@ -115,11 +115,11 @@ def scale_and_clip(gradients: list[Tensor], factor: float, norm: float, max_norm
 def partial_gradient_error(name: str) -> ConfigError:
     """Returns the error for a parameter that receives its gradient in several parts in one backward."""
     return ConfigError(
-        f"The gradient of the parameter {name} came in several parts in one backward; a part that comes after the"
-        " others have left would be lost, and the result would depend on the number of workers. Activation"
-        " checkpointing of layers that share parameters does this: call torch.utils.checkpoint.checkpoint with"
-        " use_reentrant=False, or checkpoint the layers together. With train.strategy fsdp so does a gradient that"
-        " training_loss takes itself (torch.autograd.grad): use ddp."
+        f"The gradient of the parameter {name} came in several parts in one backward; a part that arrives after the"
+        " others were sent would be lost, and the result would depend on the number of workers. The cause may be"
+        " activation checkpointing of layers that share parameters: call torch.utils.checkpoint.checkpoint with"
+        " use_reentrant=False, or checkpoint the layers together. With train.strategy fsdp, it may be a gradient that"
+        " training_loss computes itself (torch.autograd.grad): use ddp."
     )
 
 
@@ -160,7 +160,7 @@ class GradientReducer(ABC):
         Raises:
             NotImplementedError: This reducer takes gradients from a backward only.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes gradients from a backward only")
+        raise NotImplementedError(f"{type(self).__name__} accepts gradients only during a backward pass")
 
     @abstractmethod
     def skip(self, logical_worker: int) -> None:

@@ -229,15 +229,15 @@ class FsdpReducer(GradientReducer):
         """
         if self._fsdp_parameters.has_changed_training():
             raise ConfigError(
-                "Training changes requires_grad of a parameter, and with train.strategy fsdp what is trained is decided"
-                " when the model is made. Use ddp, or multiply what is not to count yet by 0."
+                "Training changes requires_grad of a parameter, but with train.strategy fsdp the trained parameters are"
+                " fixed when the model is built. Use ddp, or multiply ignored losses by 0."
             )
         if not self._has_begun:
             self._clear()
         elif self._gradient_versions() != self._last_versions:
             raise ConfigError(
                 "training_loss changes the gradients of the parameters (backward, zero_grad), which with train.strategy"
-                " fsdp hold the sums of the logical workers before. Take gradients by torch.autograd.grad, with"
+                " fsdp hold the sums of earlier logical workers. Compute gradients with torch.autograd.grad, and use"
                 " train.strategy ddp."
             )
         self._has_begun = True

@@ -236,9 +236,9 @@ def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
 
 _TEXTS = {
     "started": "start {fence} of the driver, up to {max_workers} workers",
-    "resumed": "went on{at}, from a {source}",
-    "formed": "{workers} workers step together from step {step}",
-    "params_diverged": "after a failure the states of ranks {ranks} were not those of the others; went on{at}",
+    "resumed": "resumed{at}, from a {source}",
+    "formed": "{workers} workers train together from step {step}",
+    "params_diverged": "after a failure, the states of ranks {ranks} differed from the others; resumed{at}",
     "workers": "{workers} workers start",
     "failed": "failure {number}{at}, {left} workers left: {reasons}",
     "storage_failed": "the storage failed{at}, {left} workers left: {reasons}",
@@ -251,10 +251,10 @@ _TEXTS = {
     "evaluation_skipped": "no evaluation{at}: {reason}",
     "write_retried": "checkpoint{at} written at attempt {attempts}: {reason}",
     "write_failed": "checkpoint{at} not written: {reason}",
-    "fallback": "checkpoint {checkpoint} passed over: {reason}",
-    "environment_changed": "another environment{at}: before {before}, now {now}",
-    "data_changed": "went on with changed data: {names}",
-    "code_changed": "went on with other code: {names}",
+    "fallback": "checkpoint {checkpoint} skipped: {reason}",
+    "environment_changed": "environment changed{at}: before {before}, now {now}",
+    "data_changed": "resumed with changed data: {names}",
+    "code_changed": "resumed with changed code: {names}",
     "straggler_detected": "{straggler}{at}",
     "straggler_recovered": "rank {rank}{at_host} keeps up again{at}",
     "stalled": "{straggler} in one step{at}",
@@ -264,11 +264,11 @@ _TEXTS = {
     "device_memory": "{gb} of {of_gb} GB of the memory of {device} are free after step {step}",
     "device_fault": "a device{at_host} failed{at}: {reason}",
     "device_excluded": "no more workers start on a device{at_host}: it failed {times} times",
-    "sdc_detected": "rank {rank}{at_host} computed logical worker {logical_worker}{at} wrongly, and ended; it was last"
-    " known to be right after step {clean}",
+    "sdc_detected": "rank {rank}{at_host} computed logical worker {logical_worker}{at} wrongly, and ended; its last"
+    " verified result is from step {clean}",
     "suspected": "checkpoints {steps} are marked: {reason}",
     "stacks": "worker {rank} stalled the group{at}, while {doing}",
-    "driver_lost": "the driver was gone{at}, {status}; noticed by {noticed_by}",
+    "driver_lost": "the driver had ended{at}, {status}; noticed by {noticed_by}",
     "worker_exit": "rank 0 left{at}",
     "profiled": "steps {first} to {step} traced: {file}",
 }

@@ -66,7 +66,7 @@ def counters(facts: Facts) -> list[tuple[str, str, str]]:
         ("driver restarts", f"{restart_counts['driver']:,}", ""),
         ("checkpoints", f"{count(events, 'checkpointed'):,}", "committed"),
         ("checkpoint writes", f"{count(events, 'write_retried'):,}", write_note),
-        ("fallbacks", f"{count(events, 'fallback'):,}", "checkpoints passed over as damaged"),
+        ("fallbacks", f"{count(events, 'fallback'):,}", "damaged checkpoints skipped"),
         ("evaluations", f"{len(facts.evaluations):,}", f"{count(events, 'evaluation_skipped'):,} skipped"),
         *health(facts),
     ]
@@ -79,9 +79,7 @@ def health(facts: Facts) -> list[tuple[str, str, str]]:
         rows.append(("slow workers now", f"{len(stragglers)}", "; ".join(map(describe_event, stragglers.values()))))
     if facts.course.recomputed:
         corrupt_workers = counted_word(count(facts.events, "sdc_detected"), "worker")
-        rows.append(
-            ("shares computed twice", f"{facts.course.recomputed:,}", f"{corrupt_workers} found to compute wrongly")
-        )
+        rows.append(("shares computed twice", f"{facts.course.recomputed:,}", f"{corrupt_workers} computed wrongly"))
     return rows
 
 

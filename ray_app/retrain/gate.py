@@ -149,18 +149,17 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
         figures.challenger >= min_metric if figures.mode == "max" else figures.challenger <= min_metric
     ):
         problems.append(
-            f"its {figures.metric} of {figures.challenger:.4f} is not as good as retrain.min_metric = {min_metric:g}"
+            f"the {figures.metric} of {figures.challenger:.4f} is not as good as retrain.min_metric = {min_metric:g}"
         )
     if not math.isfinite(figures.challenger):
         problems.append(
-            f"its {figures.metric} is not a number to judge it by; look at the rows of the gate (one class, a constant"
-            f" target?)"
+            f"the {figures.metric} is not a number; check the rows of the gate (one class, or a constant target?)"
         )
     if figures.champion is None or not math.isfinite(figures.champion):
         comparison = (
             "no champion to compare with"
             if figures.champion is None
-            else f"the champion's is {figures.champion}, which nothing compares with"
+            else f"the champion's is {figures.champion}, which is not comparable"
         )
         summary = f"{figures.metric} {figures.challenger:.4f} on {figures.rows:,} rows, {comparison}"
         return Decision(not problems, "; ".join([summary, *problems]))
@@ -293,9 +292,9 @@ def _score_all(
             arrays = shared if source is request.source else _read_arrays(source, request)
             if not set(package.inputs) <= arrays.keys():
                 raise ConfigError(
-                    f"The {name} takes the fields {', '.join(package.inputs)}, but the task decodes"
-                    f" {', '.join(arrays)}; they cannot be compared. Use another tracking.registered_model for a"
-                    " task with other inputs."
+                    f"The {name} accepts the fields {', '.join(package.inputs)}, but the task decodes"
+                    f" {', '.join(arrays)}, so the models cannot be compared. Use another tracking.registered_model for"
+                    " a task with other inputs."
                 )
             losses = nn.Module()
             if isinstance(task, ModuleTask) and type(task).loss is ModuleTask.loss:
@@ -357,9 +356,9 @@ class _Package:
         is_same = described["task"]["class_path"] == class_path(self._task)
         if not is_same or code != digest_sources(sources_of(type(self._task).__module__)):
             raise ConfigError(
-                f"The {self._called} is of the task {described['task']['class_path']}, and its code is not that"
-                f" of {class_path(self._task)} as it is installed, so its model cannot be made again. Install the code"
-                " that it was trained with, or use another tracking.registered_model."
+                f"The {self._called} has the task {described['task']['class_path']}, whose code differs from the"
+                f" installed {class_path(self._task)}, so its model cannot be rebuilt. Install the code of its"
+                " training, or use another tracking.registered_model."
             )
         return Model(self._restore(), self._files[loader.WEIGHTS], None, digest).load(device)
 

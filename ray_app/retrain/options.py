@@ -23,33 +23,31 @@ class RetrainSection:
     """When to train again, on what, and what makes the result the champion.
 
     Args:
-        force: Reason to train now, whatever the triggers say; the data and the new model are judged as always.
-        dry_run: Only says what would be decided and whether the data is sound; nothing is trained or recorded.
-        min_new_rows: Training rows in files that the champion was not trained on that are a reason to train.
-        max_age_days: Days since the champion's promotion after which it is trained again, if that can give another
-            result; default: any.
-        max_drop: Fall of the champion's metric on the evaluation data as it is now against its value when it was
-            promoted that is a reason to train, in the metric's own unit; default: none is.
-        max_psi: Population stability index of an input column, against the champion's training data, above which its
-            drift is a reason to train; default: none is.
-        start: `scratch` begins as the seed says, `champion` with the champion's parameters.
-        gate_path: Folder (or file) of Parquet that champion and challenger are compared on; default: half of the rows
-            of `data.eval_path`, and the run is evaluated on the other half, so that no row judges that chose a
-            checkpoint.
-        accept_data: Reason to accept the data although validation refuses it, such as a change of schema that was
-            planned.
-        min_rows_ratio: Fewest training rows, and fewest evaluation rows, as a share of those of the champion.
-        min_eval_rows: Fewest rows that the gate judges on; with fewer it could not tell a better model from luck.
+        force: Reason to train now, regardless of the triggers; the data and the new model are judged as usual.
+        dry_run: Only prints the decision and whether the data is valid, without training or recording.
+        min_new_rows: Number of training rows in files unknown to the champion that triggers training.
+        max_age_days: Days since the champion's promotion after which a training starts, if it can give another result.
+            Default: no limit.
+        max_drop: Drop of the champion's metric on the current evaluation data, compared with its value at the
+            promotion, above which a training starts, in the unit of the metric. Default: no limit.
+        max_psi: Population stability index of an input column, compared with the champion's training data, above which
+            a training starts. None: no limit.
+        start: `scratch`: initial parameters from the seed. `champion`: the champion's parameters.
+        gate_path: Folder (or file) of Parquet on which champion and challenger are compared. Default: half of the rows
+            of `data.eval_path`; the run is evaluated on the other half, so that no row both selects a checkpoint and
+            judges it.
+        accept_data: Reason to accept the data although validation refuses it, such as a planned change of the schema.
+        min_rows_ratio: Smallest number of training rows, and of evaluation rows, as a fraction of the champion's.
+        min_eval_rows: Smallest number of rows of the gate; fewer cannot distinguish a better model from luck.
         max_null_increase: Largest increase of the share of missing values in a column.
         max_class_shift: Largest total variation distance of the class balance, 0 to 1.
-        max_disagreement: Largest relative loss of the champion's metric on the delivered rows, against its value when
-            it was promoted: more means that the labels are wrong, not that the model is old.
+        max_disagreement: Largest relative loss of the champion's metric on the delivered rows, compared with its value
+            at the promotion. A larger loss means that the labels are wrong, not that the model is old.
         min_gain: The new model is promoted if the lower bound of the interval of its gain over the champion is above
-            this. 0: better beyond doubt; below 0: not worse than that (a test of non-inferiority).
-        confidence: Coverage of that interval.
-        min_metric: Worst value of the metric that a champion may have; default: any.
-        max_recall_drop: Largest fall of the recall of a class with 20 evaluation rows or more, as far as it is no
-            chance.
+            this value. 0: significantly better; below 0: not worse than this (a test of non-inferiority).
+        confidence: Coverage of the interval of `min_gain`.
+        min_metric: Worst value of the metric that a champion may have. Default: no limit.
+        max_recall_drop: Largest significant drop of the recall of a class with at least 20 evaluation rows.
     """
 
     force: str | None = None
@@ -81,7 +79,7 @@ def check_section(config: Config, section: RetrainSection) -> None:
     problems = check_fields(section, "retrain.") + _check_requirements(config, section)
     for name in ("force", "accept_data"):
         if (reason := getattr(section, name)) is not None and not reason.strip():
-            problems.append(f"retrain.{name} is empty; give the reason, for those who ask later.")
+            problems.append(f"retrain.{name} is empty; set it to the reason, for the audit record.")
     refuse(problems)
 
 
@@ -94,7 +92,7 @@ def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
         )
     if config.data.eval_path is None:
         problems.append(
-            "data.eval_path is missing: the best checkpoint is chosen by its rows. Name a data set to evaluate on."
+            "data.eval_path is missing: its rows select the best checkpoint. Name a data set to evaluate on."
         )
     if config.run.name is not None:
         problems.append(
@@ -103,6 +101,6 @@ def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
         )
     if config.train.init_from is not None and section.start == "champion":
         problems.append(
-            "train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out."
+            "train.init_from is set, but retrain.start is champion: a run has one source of parameters. Leave one out."
         )
     return problems

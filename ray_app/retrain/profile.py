@@ -154,7 +154,7 @@ def iter_row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int,
                     table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                     yield int(manifest.first_row[group]), table
         except (pa.ArrowException, OSError) as error:
-            raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
+            raise to_read_error(root / path, error, "The file cannot be read; deliver it again.") from error
 
 
 def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:
@@ -249,15 +249,15 @@ def find_problems(
             else f"the evaluation data has {evaluation.rows:,} rows, and the gate's part of it"
         )
         messages.append(
-            f"{subject} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows} no gate can tell"
-            " a better model from luck"
+            f"{subject} {gate.rows:,}; with fewer than retrain.min_eval_rows = {section.min_eval_rows}, a better model"
+            " cannot be distinguished from luck"
         )
     batches = -(-gate.rows // gate.batch_rows)
     if gate.batch_rows > 1 and batches < _MIN_BATCHES:
         messages.append(
-            f"the gate's {gate.rows:,} rows are {batches} batches of evaluate.batch_size ="
-            f" {gate.batch_rows}, on which their evaluation depends (evaluate.fixed_batches); fewer than {_MIN_BATCHES}"
-            " cannot tell a better model from luck: set a smaller evaluate.batch_size"
+            f"the gate's {gate.rows:,} rows are {batches} batches of evaluate.batch_size = {gate.batch_rows}, on which"
+            f" their evaluation depends (evaluate.fixed_batches); fewer than {_MIN_BATCHES} do not distinguish a better"
+            " model from luck: lower evaluate.batch_size"
         )
     messages += _compare_profiles("training data", train, reference.train, section)
     messages += _compare_profiles("evaluation data", evaluation, reference.evaluation, section)
@@ -277,8 +277,8 @@ def _compare_profiles(
     for name in sorted(current.schema.keys() | reference.schema.keys()):
         if current.schema.get(name) != reference.schema.get(name):
             messages.append(
-                f"{data_name}: column {name!r} is {current.schema.get(name, 'missing')}, it was"
-                f" {reference.schema.get(name, 'not there')}"
+                f"{data_name}: column {name!r} is {current.schema.get(name, 'missing')}, but was"
+                f" {reference.schema.get(name, 'missing')}"
             )
     if current.rows < section.min_rows_ratio * reference.rows:
         messages.append(
@@ -288,8 +288,9 @@ def _compare_profiles(
     for name, share in current.nulls.items():
         if share > reference.nulls.get(name, 0.0) + section.max_null_increase:
             messages.append(
-                f"{data_name}: {share:.1%} of column {name!r} are missing, {reference.nulls.get(name, 0.0):.1%} were;"
-                f" allowed are {section.max_null_increase:.1%} more (retrain.max_null_increase)"
+                f"{data_name}: {share:.1%} of column {name!r} are missing, but were"
+                f" {reference.nulls.get(name, 0.0):.1%}; allowed are {section.max_null_increase:.1%} more"
+                " (retrain.max_null_increase)"
             )
     missing_classes = sorted(
         (name for name, rows in reference.classes.items() if rows and not current.classes.get(name)), key=int

@@ -111,7 +111,7 @@ class Stages:
             raise InterruptedRunError
         if not (read_json(RunPaths(result.path).tracking) or {}).get("run_id"):
             raise RegistryError(
-                f"MLflow does not have the run {result.path.name!r} yet; start again, which sends its record."
+                f"MLflow does not have the run {result.path.name!r} yet; start again to send its record."
             )
         summary = {name: result.summary[name] for name in ("status", "steps", "rows", "params_digest", "best")}
         return {"run": result.path.name, **summary}
@@ -185,7 +185,7 @@ class Stages:
         serving_version = champion_of(self._situation.client, self._situation.model)
         reason = decision.reason
         if challenger.version == champion_version:
-            same = f"training gave the parameters of the champion itself, version {champion_version}"
+            same = f"training gave exactly the parameters of the champion, version {champion_version}"
             return Decision(False, f"{reason}; {same}")
         # The challenger serves already if a crash came between the promotion and its record.
         if serving_version == challenger.version:
@@ -194,7 +194,7 @@ class Stages:
             because = f"were rolled back: {challenger.tags.get('ray_app.rolled_back_because', '')}"
             return Decision(False, f"{reason}; but these parameters, version {challenger.version}, {because}")
         if serving_version != champion_version:
-            other = f"version {serving_version} has become the champion, which it was not compared with"
+            other = f"version {serving_version} has become the champion, but was not compared"
             return Decision(False, f"{reason}; but meanwhile {other}")
         return decision
 
@@ -315,7 +315,7 @@ class _RetrainingStart:
         stopped_round = self._find_stopped_round() if self._lease is not None else None
         if stopped_round is not None:
             reason = (stopped_round.read("decided") or {})["decision"]["reason"]
-            self._say("decided", f"going on with what was stopped: {reason}")
+            self._say("decided", f"continuing the stopped round: {reason}")
             return self._finish(stopped_round)
         decision = self._decide()
         if isinstance(decision, Outcome):
@@ -349,7 +349,7 @@ class _RetrainingStart:
         return champion.version.tags.get(KEY_TAG) == round.key and champion.version.version != decided["champion"]
 
     def _supersede(self, round: Round, decided: dict[str, Any]) -> None:
-        reason = "data, configuration or code changed before it was done"
+        reason = "data, configuration or code changed before it was complete"
         details = {"key": round.key, "inputs": decided["inputs"], "decision": decided["decision"]}
         add_audit_entry(self._paths, f"superseded {round.key} {decided['at']}", "superseded", reason, details)
         # A version with this key may come to serve: then its data is looked up in the record of the round.

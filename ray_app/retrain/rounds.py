@@ -231,7 +231,7 @@ class Round:
         left = [stage for stage in STAGES if self.read(stage) is not None]
         if left:
             raise OSError(
-                f"{folder} cannot be emptied: {', '.join(left)} are still there. Remove it by hand, then start again."
+                f"{folder} cannot be emptied: {', '.join(left)} still exist. Remove the folder, then start again."
             )
 
     @property

@@ -246,8 +246,8 @@ def gate_request(
         source = open_evaluation_rows(job.task, config.replace(evaluate__half="report", evaluate__max_rows=None))
     if source.fields != job.fields:
         raise DataError(
-            f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
-            f" {config.data.path} it is {job.fields}; both must be alike. Ingest them the same way."
+            f"A decoded row of retrain.gate_path {section.gate_path} has {source.fields}, one of data.path"
+            f" {config.data.path} has {job.fields}; both must be the same. Ingest them with the same options."
         )
     return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks)
 
@@ -324,12 +324,11 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
     if facts.champion is None:
         return "first", "there is no champion yet"
     if facts.same_data is None:
-        return "new data", f"it is not known what data champion version {facts.champion} was trained on"
+        return "new data", f"the training data of champion version {facts.champion} is unknown"
     if facts.new_rows >= section.min_new_rows:
         return (
             "new data",
-            f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files that the champion was not"
-            f" trained on",
+            f"new data: {facts.new_rows:,} of {facts.rows:,} training rows are in files unknown to the champion",
         )
     drop = None
     if facts.then is not None and facts.now is not None:
@@ -337,8 +336,8 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
     # The negated comparison finds NaN, too.
     if section.max_drop is not None and drop is not None and not drop <= section.max_drop:
         return "drop", (
-            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, it was {facts.then:.4f} when it"
-            f" was promoted: worse by {drop:.4f}, more than {section.max_drop:g}"
+            f"the champion's {facts.metric} on the evaluation data is {facts.now:.4f}, but was {facts.then:.4f} at its"
+            f" promotion: worse by {drop:.4f}, more than {section.max_drop:g}"
         )
     drifted = {
         name: value for name, value in facts.drift.items() if section.max_psi is not None and value > section.max_psi
@@ -351,7 +350,7 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
     if section.max_age_days is not None and facts.age_days is not None and facts.age_days > section.max_age_days:
         return "age", f"the champion is {facts.age_days:.1f} days old, more than {section.max_age_days:g}"
     if facts.same_data:
-        return "none", f"the data is what champion version {facts.champion} was trained on"
+        return "none", f"the data is the training data of champion version {facts.champion}"
     return "none", (
         f"{facts.new_rows:,} new training rows, fewer than {section.min_new_rows:,} (retrain.min_new_rows), and nothing"
         f" else has changed"

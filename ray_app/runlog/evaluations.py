@@ -118,7 +118,7 @@ def _parse_evaluation(file: Location, data: bytes) -> Evaluation | None:
         evaluation = from_known_fields(Evaluation, json.loads(data))
         return replace(evaluation, metrics=restore_nan(evaluation.metrics), tables=restore_nan(evaluation.tables))
     except (ValueError, TypeError) as error:
-        logger.warning("%s is left out, it is damaged or of another version: %s", file, error)
+        logger.warning("%s is left out, because it is damaged or has another version: %s", file, error)
         return None
 
 

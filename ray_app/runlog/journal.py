@@ -328,15 +328,13 @@ class MetricsWriter:
             join_segments(self._paths)
             join_events(self._paths)
         except (OSError, ConfigError, ValueError) as error:
-            logger.warning("Segments of metrics or events could not be joined, will try again: %s", error)
+            logger.warning("The segments of metrics or events could not be joined, trying again: %s", error)
 
     def _try_flush(self) -> None:
         try:
             self.flush()
         except OSError as error:
-            logger.warning(
-                "The metrics of %d steps could not be written, will try again: %s", len(self._pending), error
-            )
+            logger.warning("The metrics of %d steps could not be written, trying again: %s", len(self._pending), error)
 
 
 class RecordReader:

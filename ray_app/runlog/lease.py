@@ -161,9 +161,7 @@ class Lease:
             try:
                 put_json(self._paths.fence(self.fence), asdict(replace(self._record, released=True)))
             except OSError as error:
-                logger.warning(
-                    "The lease of %s could not be released; it expires by itself: %s", self._paths.name, error
-                )
+                logger.warning("The lease of %s could not be released; it will expire: %s", self._paths.name, error)
 
     def _run(self) -> None:
         life_s = self._record.life_s
@@ -173,7 +171,7 @@ class Lease:
                 self._renew()
                 pause_s = life_s / _RENEWALS_PER_LIFE
             except OSError as error:
-                logger.warning("The lease of %s could not be renewed, will try again: %s", self._paths.name, error)
+                logger.warning("The lease of %s could not be renewed, trying again: %s", self._paths.name, error)
                 pause_s = life_s / _RETRIES_PER_LIFE
             except LeaseLostError as error:
                 self._lost = error
@@ -295,8 +293,8 @@ def check_lease(paths: RunPaths, fence: int) -> None:
             else "another driver"
         )
         raise LeaseLostError(
-            f"The run {paths.name!r} was taken over by its start number {newest} ({by}); this one, number {fence}, must"
-            " not write it any more and ends. Its lease was not renewed in time: the process or its machine was"
+            f"The run {paths.name!r} was taken over by its start number {newest} ({by}); this start, number {fence},"
+            " may no longer write it and ends. Its lease was not renewed in time: the process or its machine was"
             " stalled, or the storage was out of reach."
         )
 
@@ -307,7 +305,7 @@ def _check_free(paths: RunPaths, fence: int, waits: bool) -> None:
     state = watch.poll()
     if record and state == "unclear":
         logger.warning(
-            "The run %s was last written by process %d on %s; watching for up to %g s whether it still is.",
+            "The run %s was last written by process %d on %s; waiting up to %g s for a sign that it still is.",
             paths.name, record.holder.pid, record.holder.host, record.life_s,
         )  # fmt: skip
         while state == "unclear":
@@ -322,7 +320,7 @@ def _check_free(paths: RunPaths, fence: int, waits: bool) -> None:
             f"The run {paths.name!r} is being written by process {record.holder.pid} on {record.holder.host}, since"
             f" {_utc(record.since_s)}; its lease lasts until {_utc(record.renewed_s + record.life_s)} unless it is"
             f" renewed, as it is every {record.life_s / _RENEWALS_PER_LIFE:g} s. Wait until that run has ended, or end"
-            " that process and start again; for a run of its own give another run.name."
+            " that process and start again; for a separate run, choose another run.name."
         )
 
 

@@ -114,7 +114,7 @@ class _OutputCopy:
             return
         text = "".join(self._parts)
         if chars > _MAX_CHARS:
-            text = text[:_MAX_CHARS].rpartition("\n")[0] + f"\n... what follows is in {self._destination} alone\n"
+            text = text[:_MAX_CHARS].rpartition("\n")[0] + f"\n... further output is only in {self._destination}\n"
         put_atomic(self._file, redact_value(text).encode(errors="replace"))
         self._copied = chars
 

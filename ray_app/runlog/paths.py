@@ -153,11 +153,11 @@ def translate_format_errors(file: Location, values: Any) -> Iterator[None]:
         version = values.get("schema_version") if isinstance(values, dict) else None
         if isinstance(version, int) and version != SCHEMA_VERSION:
             raise ConfigError(
-                f"{file} is of schema version {version}; this version of ray_app ({__version__}) reads"
-                f" {SCHEMA_VERSION}. Use the version that wrote it ({error})."
+                f"{file} has schema version {version}; this version of ray_app ({__version__}) reads {SCHEMA_VERSION}."
+                f" Use the version that wrote it ({error})."
             ) from error
         raise ConfigError(
-            f"{file} is damaged: {error}. Restore it from a backup, or remove it: what stands in it is lost."
+            f"{file} is damaged: {error}. Restore it from a backup, or remove it and lose its content."
         ) from error
 
 
@@ -173,6 +173,6 @@ def from_known_fields(kind: type[T], values: dict[str, Any]) -> T:
         TypeError: A field without a default is missing, or the values are not fields by name.
     """
     if not isinstance(values, dict):
-        raise TypeError(f"it should hold fields by name, it holds {type(values).__name__}")
+        raise TypeError(f"it must contain a mapping, but contains a {type(values).__name__}")
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})

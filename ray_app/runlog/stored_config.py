@@ -39,14 +39,14 @@ def read_config(paths: RunPaths, with_defaults: bool = False) -> Config:
     except FileNotFoundError:
         near = ", ".join(sorted(list_folders(paths.root))[:10])
         raise ConfigError(
-            f"{paths.root} is not a run: it has no config.yaml. Give the directory of a run,"
-            f" <run.storage_path>/<run.name>, on a disk or in a bucket."
-            f" {f'Folders in it: {near}.' if near else 'There are no folders in it either.'}"
+            f"{paths.root} is not a run: config.yaml is missing. Name the directory of a run,"
+            " <run.storage_path>/<run.name>, on a disk or in a bucket."
+            f" {f'Folders in it: {near}.' if near else 'The folder has no subfolders.'}"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{paths.config} is damaged ({error}); restore it from a backup.") from error
     except NotADirectoryError:
-        raise ConfigError(f"{paths.root} is a file; give {advice}.") from None
+        raise ConfigError(f"{paths.root} is a file; name {advice}.") from None
 
 
 def read_manifest(paths: RunPaths) -> Manifest:
@@ -84,12 +84,12 @@ def read_code_text(file: Location) -> str:
     if not (is_foreign or is_open):
         return text
     problem = f"belongs to another user (uid {status.st_uid})" if is_foreign else "can be written by other users"
-    advice = f"{TRUSTED_RUNS}={file.parent} in the environment, or a folder above it, where a group shares its runs"
+    advice = f"{TRUSTED_RUNS}={file.parent} in the environment, or a folder above it, if a group shares its runs"
     if not is_foreign:
         advice = f"chmod go-w {file}, or {advice}"
     raise ConfigError(
         f"{file} {problem} (mode {stat.S_IMODE(status.st_mode):o}), and the classes that it names would be imported and"
-        f" run with your rights. Look at what it names; if you trust it: {advice}."
+        f" run with your rights. Check these classes; if you trust them: {advice}."
     )
 
 
@@ -117,13 +117,13 @@ def parse_config(paths: RunPaths) -> Config:
         problems = "\n".join(f"  - {line}" for line in str(error).splitlines())
         raise ConfigError(
             f"{paths.config} is not a configuration of this version ({__version__}):\n{problems}\nUse the version that"
-            " made the run; its event `started` names it. Or, in a copy of the run, rename the field, or remove it if"
-            " its default is meant."
+            " wrote the run, which the event `started` names. Or, in a copy of the run, rename the field, or remove it"
+            " if its default is meant."
         ) from error
     except (yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{paths.config} is not a configuration of this version ({__version__}): {error}. Give the directory of a"
-            " run that this version has made, or use the version that made it."
+            f"{paths.config} is not a configuration of this version ({__version__}): {error}. Name the directory of a"
+            " run of this version, or use the version that wrote it."
         ) from error
 
 

@@ -83,9 +83,7 @@ def name_foreign_file(head: bytes) -> str | None:
     if is_lfs_pointer(head):
         return "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)"
     if _WEB_PAGE.match(head):
-        return (
-            "a web page (HTML), such as a server sends in the place of a file that it does not give (download it again)"
-        )
+        return "a web page (HTML), such as a server sends instead of a file (download it again)"
     return None
 
 
@@ -143,7 +141,7 @@ class File:
         head = cast(io.BufferedReader, file).peek(HEAD_BYTES)[:HEAD_BYTES] if is_checked and self.size else b""
         if head and (foreign := name_foreign_file(head)):
             file.close()
-            raise DataError(f"{self}: it is {foreign}.")
+            raise DataError(f"{self} is {foreign}.")
         return file
 
     def open_unpacked(self) -> IO[bytes]:
@@ -388,14 +386,14 @@ def to_read_error(file: File | Location | str, error: Exception, advice: str) ->
     store has a number.
     """
     if foreign := _foreign_file_at(file):
-        return DataError(f"{file}: it is {foreign}.")
+        return DataError(f"{file} is {foreign}.")
     # EINVAL is the number of a seek to a position outside the file, so its contents are to blame.
     content_errors = (None, errno.EINVAL)
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return StorageError(
-            f"{file} cannot be opened: {error}. A process may have {limit} files open here (ulimit -n). Raise that; on"
-            " a cluster of `ray start` raise it where that is called."
+            f"{file} cannot be opened: {error}. A process may have {limit} open files here (ulimit -n). Raise the"
+            " limit; on a cluster, raise it in the shell that runs `ray start`."
         )
     if isinstance(error, OSError) and error.errno not in content_errors:
         return StorageError(f"{file} cannot be read: {error}.")
@@ -505,9 +503,9 @@ def _check_no_table(folder: Location, *parts: str) -> None:
         kinds.append("Apache Iceberg")
     if kinds:
         raise DataError(
-            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}). Its log says which rows of its files count, so"
-            " ingest the table itself: ray_app.ingest_table(FOLDER, TABLE) with a table of deltalake or pyiceberg; or"
-            " write its rows as plain Parquet, and give that folder."
+            f"{folder} is a table of {kinds[0]} ({'/'.join(parts)}). Its log decides which rows are valid, so ingest"
+            " the table itself: ray_app.ingest_table(FOLDER, TABLE) with a table of deltalake or pyiceberg; or write"
+            " its rows as plain Parquet, and name that folder."
         )
 
 
@@ -527,7 +525,7 @@ def _check_links(files: Iterable[tuple[Path, Path]], suffix: str) -> Iterator[Pa
             if other := visited.get(real):
                 one, two = sorted((path, other))
                 raise DataError(
-                    f"{one} and {two} are the same file by a link, so its rows would be there twice. Remove the link."
+                    f"{one} and {two} are the same file by a link, so its rows would be used twice. Remove the link."
                 )
             visited[real] = path
             yield path
@@ -545,7 +543,7 @@ def _walk(folder: Path, above: frozenset[Path]) -> Iterator[tuple[Path, Path]]:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except PermissionError as error:
         raise DataError(
-            f"{folder} may not be listed, so it is not known what is in it. Allow it, or give a folder beside it."
+            f"{folder} may not be listed, so its content is unknown. Allow listing it, or name another folder."
         ) from error
     for entry in entries:
         _check_no_table(folder, folder.name, entry.name)

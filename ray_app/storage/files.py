@@ -49,7 +49,7 @@ def to_location(text: str) -> Location:
         try:
             current_folder()
         except OSError as error:
-            raise StorageError(f"{text} leads nowhere: {error}") from error
+            raise StorageError(f"{text} is a broken link: {error}") from error
     return path.resolve()
 
 
@@ -154,7 +154,7 @@ def _rename_if_absent(source: Path, target: Path) -> bool:
         raise OSError(
             number,
             "the file system has neither hard links nor a rename that replaces no file, so two writers could not be"
-            " told apart",
+            " distinguished",
             str(target),
         )
     raise OSError(number, os.strerror(number), str(target))
@@ -171,7 +171,7 @@ def try_writing(folder: Path) -> None:
                 reason = error.strerror or str(error)
                 raise OSError(error.errno, f"{operation} is refused: {reason}", str(folder)) from error
         if put_atomic(file, b"1", if_absent=True):
-            raise OSError(errno.EIO, "a file that exists was written again", str(folder))
+            raise OSError(errno.EIO, "an existing file was overwritten", str(folder))
 
 
 def put_json(path: Location, value: Any, *, if_absent: bool = False) -> bool:
@@ -221,7 +221,7 @@ def _parse_json(path: Location, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged, it should hold JSON: {error}") from error
+        raise ValueError(f"{path} is damaged; it must contain JSON: {error}") from error
 
 
 def list_files(folder: Location) -> list[str]:

@@ -144,8 +144,7 @@ class ObjectPath:
         if scheme not in _OBJECT_STORES:
             *others, last = [f"{name}://{kind.container}/prefix" for name, kind in _OBJECT_STORES.items()]
             raise ConfigError(
-                f"{uri!r} is on {scheme}://; allowed are folders that all nodes see, and {', '.join(others)} and"
-                f" {last}."
+                f"{uri!r} uses {scheme}://; allowed are folders that all nodes see, and {', '.join(others)} and {last}."
             )
         kind, parts = _OBJECT_STORES[scheme], urlsplit(uri)
         if "@" in parts.netloc:
@@ -159,8 +158,8 @@ class ObjectPath:
         is_key = not key or not {"", ".", ".."} & set(key.split("/"))
         if unknown or not parts.netloc or parts.fragment or not is_key:
             raise ConfigError(
-                f"{uri!r} names no place on {scheme}://{f', {unknown[0]!r} is unknown' if unknown else ''}. Write"
-                f" {scheme}://{kind.container}/prefix, with ?{'=...&'.join(kind.options)}=... as far as needed."
+                f"{uri!r} is not a location on {scheme}://{f', {unknown[0]!r} is unknown' if unknown else ''}. Write"
+                f" {scheme}://{kind.container}/prefix, with ?{'=...&'.join(kind.options)}=... as needed."
             )
         return cls(scheme, parts.netloc, key, parts.query)
 
@@ -413,19 +412,19 @@ def _classify(error: Exception, credentials: str) -> tuple[int, str]:
     answer = " ".join(match[1] for match in (status, code, message) if match)
     cause, codes = answer or text.rpartition(" - ")[2], {match[1] for match in (status, code) if match}
     if codes & _NO_BUCKET:
-        result = errno.ENXIO, f"there is no such bucket ({cause}). Create it, or correct the path."
+        result = errno.ENXIO, f"the bucket does not exist ({cause}). Create it, or correct the path."
     elif isinstance(error, kinds.AlreadyExistsError):
-        result = errno.EEXIST, f"it exists, or is being written ({cause})."
+        result = errno.EEXIST, f"the object exists, or is being written ({cause})."
     elif isinstance(error, kinds.PreconditionError | kinds.NotModifiedError):
-        result = errno.ESTALE, "it was changed while it was read."
+        result = errno.ESTALE, "the object changed while it was read."
     elif _NO_CREDENTIALS.search(text):
-        result = errno.EACCES, f"no credentials were found or renewed ({text}). Give them: {credentials}."
+        result = errno.EACCES, f"no credentials were found or renewed ({text}). Set {credentials}."
     elif isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or codes & _DENIED:
         result = errno.EACCES, f"access is refused ({cause}). Check the credentials ({credentials}) and their rights."
     elif isinstance(error, FileNotFoundError):
         result = errno.ENOENT, "No such object"
     elif "redirect without LOCATION" in text:
-        result = errno.EIO, "the bucket is in another region. Give it as ?region=... or AWS_REGION."
+        result = errno.EIO, "the bucket is in another region. Set ?region=... or AWS_REGION."
     elif isinstance(error, kinds.InvalidPathError | ValueError):
         result = errno.EIO, f"{text}."
     elif answer:
@@ -458,7 +457,7 @@ def _s3_config(endpoint: str | None, region: str | None, anonymous: bool) -> dic
         raise PermissionError(
             errno.EACCES,
             "no credentials for s3:// were found. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, on"
-            " every node, or give the machine a role; ?anonymous=true reads what is public",
+            " every node, or give the machine a role; ?anonymous=true reads public data",
         )
 
     def provide() -> dict[str, Any]:

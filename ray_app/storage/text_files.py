@@ -23,7 +23,7 @@ def open_text(file: File) -> Iterator[IO[bytes]]:
     with file.open_unpacked() as stream:
         head: bytes = cast(Any, stream).peek(HEAD_BYTES)[:HEAD_BYTES]
         if head and (foreign := name_foreign_file(head)):
-            raise DataError(f"{file}: it is {foreign}.")
+            raise DataError(f"{file} is {foreign}.")
         # UTF-16 without a mark has a zero byte in each pair of bytes of a Latin letter.
         encoding = next(
             (name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)),
@@ -31,8 +31,8 @@ def open_text(file: File) -> Iterator[IO[bytes]]:
         )
         if encoding:
             raise DataError(
-                f"{file}: it is {encoding}, and not UTF-8 (as Excel's 'Unicode text' is). Save it as UTF-8, or"
-                " for a CSV in UTF-16 say so (--encoding utf-16)."
+                f"{file} is {encoding} instead of UTF-8 (like Excel's 'Unicode text'). Save it as UTF-8, or for a CSV"
+                " in UTF-16, set --encoding utf-16."
             )
         yield stream
 
@@ -58,9 +58,9 @@ def iterate_json(file: File) -> Iterator[tuple[str, Any]]:
                 else:
                     yield key, text.value()
         else:
-            raise ValueError("it begins with neither [ nor {")
+            raise ValueError("the file begins with neither [ nor {")
         if text.peek():
-            raise ValueError(f"the file goes on after the end of the JSON, at character {text.position}")
+            raise ValueError(f"the file continues after the end of the JSON, at character {text.position}")
 
 
 class _JsonText:
@@ -120,15 +120,13 @@ class _JsonText:
                     self._at += end - start
                     return value
             except RecursionError as error:
-                raise ValueError(
-                    f"lists and objects are too deep in each other at character {self.position}"
-                ) from error
+                raise ValueError(f"lists and objects are nested too deeply at character {self.position}") from error
             except json.JSONDecodeError as error:
                 size = len(self._text) - self._at
                 if size > MAX_LINE_BYTES:
                     raise ValueError(
-                        f"the value at character {self.position} has more than {MAX_LINE_BYTES} characters, which are"
-                        " allowed, or is no JSON"
+                        f"the value at character {self.position} has more than the allowed {MAX_LINE_BYTES} characters,"
+                        " or is not JSON"
                     ) from error
                 if not self._fill(max(self._BLOCK, size)):
                     raise ValueError(f"{error.msg} at character {self._before + error.pos}") from error
@@ -143,4 +141,4 @@ class _JsonText:
 
     @staticmethod
     def _refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")

@@ -33,14 +33,14 @@ class SubmitSection:
         address: Address of the cluster's job server, `http://HEAD:8265`. Default: `RAY_API_SERVER_ADDRESS`,
             `RAY_ADDRESS`, or the cluster of this machine, as for `ray job submit`.
         working_dir: Folder that is uploaded and in which the job runs. Your own modules are imported from there.
-        ray_app: How the nodes get this application. `send`: the installation of this machine is uploaded with the job.
-            `installed`: the nodes have the same version, for instance in their image. Anything else are arguments of
-            `pip install` on them: the path of a wheel that every node sees, or
-            `ray_app==0.3.0 --index-url https://INDEX` with an index of yours.
-        env: Names of environment variables, separated by commas, that the job gets with their values on this machine.
-            All users of the cluster can read the values; variables of the cluster's nodes are safer.
+        ray_app: How the nodes get this application. `send`: the local installation is uploaded with the job.
+            `installed`: the nodes have the same version, for instance in their image. Other values are arguments of
+            `pip install` on the nodes: the path of a wheel that every node sees, or `ray_app==0.3.0 --index-url
+            https://INDEX` with your index.
+        env: Names of environment variables, separated by commas, that the job receives with their local values. All
+            users of the cluster can read the values; variables of the cluster's nodes are safer.
         python: Command of the cluster's Python.
-        dry_run: Makes the checks of this machine, shows the job's command, and submits nothing.
+        dry_run: Runs the local checks and shows the job's command, without submitting it.
         follow: Shows the job's output until it ends, and submits it again after an interruption or the loss of its
             driver. Otherwise the command only submits the job.
         retries: Largest number of further submissions of a run that was interrupted or lost its driver.
@@ -60,15 +60,15 @@ class SubmitSection:
         problems = check_fields(self, "submit.")
         if not Path(self.working_dir).is_dir():
             problems.append(
-                f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the one with your"
+                f"submit.working_dir is {self.working_dir!r}, which is not a folder; name the folder with your"
                 " configuration and modules."
             )
         package, *options = self._pip_arguments()
         named = package not in ("send", "installed") and "/" not in package
         if named and not _INDEXES & {option.partition("=")[0] for option in options}:
             problems.append(
-                f"submit.ray_app is {self.ray_app!r}, which pip would look for in the public index, where this name is"
-                " not ours; give the path of a wheel, or an index of yours: 'ray_app==0.3.0 --index-url https://INDEX'."
+                f"submit.ray_app is {self.ray_app!r}, which pip would look for in the public index, but this name is"
+                " not ours there; give a wheel's path, or your index: 'ray_app==0.3.0 --index-url https://INDEX'."
             )
         folder = Path(self.working_dir).resolve()
         if folder == Path(folder.anchor) or folder in (home := Path(os.path.expanduser("~")).resolve(), *home.parents):
@@ -104,7 +104,7 @@ class SubmitSection:
         missing = [name for name in names if name not in values]
         if missing:
             raise ConfigError(
-                f"submit.env names {', '.join(missing)}, not set here. Set the variable, or leave its name out."
+                f"submit.env names {', '.join(missing)}, which is not set here. Set the variable, or remove its name."
             )
         return _STOP_WAIT | {name: values[name] for name in names}
 
@@ -140,9 +140,8 @@ def check_no_secrets(config: Config) -> None:
     if register_secrets(values):
         names = ", ".join(_changed(values, redact_value(values)))
         raise ConfigError(
-            f"the configuration holds a secret ({names}), which would stand in the job's command for all to read."
-            " Leave it out and set an environment variable instead: on the cluster's nodes, or here with its name in"
-            " submit.env."
+            f"the configuration holds a secret ({names}), which all users could read in the job's command. Remove it"
+            " and set an environment variable instead: on the cluster's nodes, or here with its name in submit.env."
         )
 
 
@@ -157,7 +156,7 @@ def _changed(before: Any, after: Any, name: str = "") -> list[str]:
 SUBMISSION_BACKOFF = Retry(5.0, max_pause_s=300.0)
 """The pauses before further submissions of a run."""
 _SHELL_SIGNALS = 128
-_NOT_STARTED = "the cluster has no such command; name its Python by submit.python"
+_NOT_STARTED = "the cluster has no such command; name its Python with submit.python"
 _FINAL_CODES = {1: "the run failed", 2: "the run was refused", 126: _NOT_STARTED, 127: _NOT_STARTED}
 _FINAL_ERRORS = {"RUNTIME_ENV_SETUP_FAILURE": 2}
 """Errors of the job itself, by Ray's names, that would occur again, with the exit code of the command."""
@@ -197,7 +196,7 @@ def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
     if ended.status == "SUCCEEDED":
         return AfterTry(False, 0, "done")
     if ended.status == "STOPPED":
-        return AfterTry(False, 75, "somebody stopped the job; submitting the same run.name again continues it")
+        return AfterTry(False, 75, "the job was stopped by a user; submitting the same run.name again continues it")
     if ended.error_type in _FINAL_ERRORS:
         reason = f"the cluster could not set the job up: {ended.message}"
         return AfterTry(False, _FINAL_ERRORS[ended.error_type], reason)
@@ -206,7 +205,7 @@ def judge(ended: EndedJob, done: int, retries: int) -> AfterTry:
         reason = _FINAL_CODES.get(exit_code, f"the driver ended with exit code {ended.exit_code}")
         return AfterTry(False, exit_code, reason)
     if done > retries:
-        return AfterTry(False, exit_code, f"{loss}; no try is left of {retries + 1} (submit.retries is {retries})")
+        return AfterTry(False, exit_code, f"{loss}; all {retries + 1} tries are used (submit.retries is {retries})")
     return AfterTry(True, exit_code, loss)
 
 
@@ -216,7 +215,7 @@ def _loss(ended: EndedJob) -> tuple[str | None, int]:
     if code == 75:
         return "the run was interrupted", 75
     if code is None:
-        message = ended.message or "the cluster does not know the job any more"
+        message = ended.message or "the cluster no longer knows the job"
         return f"the driver was lost ({message.splitlines()[0][:200]})", 1
     number = -code if code < 0 else code - _SHELL_SIGNALS
     if number in signal.valid_signals():

@@ -42,7 +42,7 @@ def preflight(config: Config, section: SubmitSection) -> Preflight:
 
     def connect() -> str:
         server.append(JobServer(section.address))
-        return f"{server[0].address} takes jobs."
+        return f"{server[0].address} accepts jobs."
 
     package = list_job_files(config, section)
     runtime_env: dict[str, Any] = {
@@ -68,7 +68,7 @@ def _check_environment(section: SubmitSection, runtime_env: dict[str, Any]) -> l
     def set_variables() -> str | Finding:
         runtime_env["env_vars"] = section.environment(dict(os.environ))
         if secret := [name for name in names if is_secret_name(name)]:
-            text = f"all users of the cluster can read {', '.join(secret)}; variables of the cluster's own nodes stay"
+            text = f"all users of the cluster can read {', '.join(secret)}; variables of the cluster's nodes remain"
             return Finding("warning", "environment", f"{text} there.")
         return f"{', '.join(names)} will be set as here."
 
@@ -82,9 +82,9 @@ def check_absolute_storage(config: Config) -> list[Finding]:
     if "://" in path or Path(path).is_absolute():
         return []
     text = (
-        f"run.storage_path is {path!r}, relative: in a job that is a copy of the working directory, which Ray removes"
-        " and other nodes do not see. Give an absolute folder that all nodes share, --run.storage_path /shared/runs,"
-        " or a prefix in a bucket."
+        f"run.storage_path is {path!r}, a relative path: in a job, it is a copy of the working directory, which Ray"
+        " removes and other nodes do not see. Set an absolute folder that all nodes share, --run.storage_path"
+        " /shared/runs, or a prefix in a bucket."
     )
     return [Finding("refused", "storage", text)]
 
@@ -206,12 +206,12 @@ def check_size(package: JobFiles) -> str | Finding:
         ConfigError: The upload is larger than Ray takes.
     """
     if not package.is_known:
-        return Finding("warning", "package", "what would be uploaded is not known with this version of Ray.")
+        return Finding("warning", "package", "the files to upload are unknown with this version of Ray.")
     size = package.num_bytes / _MB
     if size > _MAX_PACKAGE_MB:
         raise ConfigError(
             f"{size:.1f} MB in {len(package.files)} files would be uploaded, more than the {_MAX_PACKAGE_MB} MB that"
-            f" Ray takes. Leave out what the job does not need: name it in .rayignore. The biggest:\n{package.table()}"
+            f" Ray accepts. Name unneeded files in .rayignore. The largest:\n{package.table()}"
         )
     return f"{size:.2f} MB in {len(package.files)} files:\n{package.table()}"
 
@@ -224,8 +224,8 @@ def check_secret_files(package: JobFiles) -> list[Finding]:
     """Returns a warning that names the files of the upload that still look like secrets."""
     names = [name for name, size in package.files.items() if _looks_secret(package.folder / name, package.folder, size)]
     text = (
-        f"uploaded, though named as a secret or with a private key in it: {join_names(sorted(names))}. All"
-        " users of the cluster can read these files. Name in .rayignore what the job does not need."
+        f"the upload has files with the name of a secret or a private key: {join_names(sorted(names))}. All users of"
+        " the cluster can read them. Name unneeded files in .rayignore."
     )
     return [Finding("warning", "secrets", text)] if names else []
 
@@ -253,9 +253,9 @@ def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:
     for topic, field, path in fields:
         if not path or os.path.isabs(path) or "://" in path:
             continue
-        advice = "Give a path that all nodes see."
+        advice = "Set a path that all nodes see."
         if not package.holds(path):
-            why = f"relative, but nothing of it would be uploaded from {package.folder} (is it ignored, or not there?)"
+            why = f"a relative path, but nothing of it would be uploaded from {package.folder} (ignored or missing?)"
             text = f"{field} is {path!r}, {why}. {advice}"
             findings.append(Finding("refused", topic, text))
             continue

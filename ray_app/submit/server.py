@@ -37,8 +37,8 @@ _UNABLE = re.compile(r"Request failed with status code 5(?!.*status code 4)", re
 The head node answers 500 also if an agent refuses a request (4xx); these errors do not match.
 """
 _TOKENS = (
-    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for"
-    " a cluster without tokens unset them."
+    "Set RAY_AUTH_MODE=token and the cluster's token in RAY_AUTH_TOKEN, or a file with it in RAY_AUTH_TOKEN_PATH; for a"
+    " cluster without tokens, unset them."
 )
 _CHATTY = (
     *("dashboard.modules.job.sdk", "dashboard.modules.dashboard_sdk"),
@@ -57,7 +57,7 @@ class LostContactError(Exception):
 
 
 def _refused(address: str | None, error: AuthenticationError) -> ConfigError:
-    return ConfigError(f"{address} refuses us: {str(error).splitlines()[0]} {_TOKENS}")
+    return ConfigError(f"{address} refuses the connection: {str(error).splitlines()[0]} {_TOKENS}")
 
 
 class _Client(JobSubmissionClient):
@@ -94,8 +94,8 @@ class JobServer:
             os.environ["RAY_API_SERVER_ADDRESS"] = address
         configured_address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
         advice = (
-            "Give the dashboard of the head node, --submit.address http://HEAD:8265, and check that it can be reached"
-            " from here."
+            "Set --submit.address to the dashboard of the head node, such as http://HEAD:8265, and check that it can be"
+            " reached from here."
         )
         try:
             _check_listening(configured_address)
@@ -133,7 +133,7 @@ class JobServer:
         def raise_if_refused(error: Exception) -> None:
             is_busy = _UNABLE.match(str(error)) and "already exists" not in str(error)
             if not (isinstance(error, OSError) or is_busy):
-                raise ConfigError(f"the cluster does not take the job: {redact(str(error))}") from error
+                raise ConfigError(f"the cluster refuses the job: {redact(str(error))}") from error
 
         retry = Retry(_LOOK_S, factor=1.0, deadline_s=_LOST_CONTACT_S)
         try:

@@ -118,9 +118,9 @@ class Task(ABC):
             is_code = bool(paths) or name in self.functions
             if ours != theirs and (is_code or (name in arguments and isinstance(theirs, dict))):
                 raise ConfigError(
-                    f"{owner} is refused, and nothing of it was executed: its task has {name} = {theirs!r}, and the"
-                    f" configured task has {ours!r}. What is imported comes from the configuration alone: give the one"
-                    " that it was trained with."
+                    f"{owner} is refused, and none of its code was executed: its task has {name} = {theirs!r}, but the"
+                    f" configured task has {ours!r}. Only the configuration decides which code is imported: use the one"
+                    " of the training."
                 )
         return self.from_settings(configured | settings)
 
@@ -371,8 +371,8 @@ class Task(ABC):
             ConfigError: The task does not override it, and `optimizer` names `OwnOptimizer` all the same.
         """
         raise ConfigError(
-            f"{type(self).__name__} makes no optimizer for a {type(model).__name__}; name another than this in"
-            " `optimizer`."
+            f"{type(self).__name__} creates no optimizer for a {type(model).__name__}; set `optimizer` to another"
+            " class."
         )
 
     def eval_outputs(self, model: nn.Module, batch: Batch) -> Any:
@@ -408,7 +408,7 @@ class Task(ABC):
         targets = self.targets()
         if len(metrics) and len(targets) != 1:
             raise ConfigError(
-                f"{type(self).__name__} has metrics and leaves `update` out, which then compares the outputs with the"
+                f"{type(self).__name__} has metrics but leaves `update` out, which then compares the outputs with the"
                 f" only target; its `targets` are {', '.join(targets) or 'none'}. Write `update`."
             )
         if len(metrics):
@@ -431,8 +431,8 @@ class Task(ABC):
         named = outputs if isinstance(outputs, dict) else {"predicted": outputs}
         if other := {type(value).__name__ for value in named.values() if not isinstance(value, Tensor)}:
             raise ConfigError(
-                f"{type(self).__name__} leaves `predictions` out, so a prediction has the outputs of its `forward`,"
-                f" which must be a tensor or a dictionary of tensors; they are, or contain, {', '.join(sorted(other))}."
+                f"{type(self).__name__} leaves `predictions` out, so predictions are the outputs of its `forward`,"
+                f" which must be a tensor or a dictionary of tensors, but are, or contain, {', '.join(sorted(other))}."
                 " Write `predictions`, which returns an array for each column, or let `forward` return tensors."
             )
         return {name: to_array(values) for name, values in named.items()}

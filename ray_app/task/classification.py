@@ -163,7 +163,7 @@ class Classification(Task):
             if self.num_classes not in (None, len(self.classes)):
                 raise ConfigError(
                     f"task.init_args.num_classes is {self.num_classes}, but the column {self.label!r} of text has"
-                    f" {len(self.classes)} different values, which are the classes. Leave num_classes out."
+                    f" {len(self.classes)} different values as classes. Leave num_classes out."
                 )
             self.num_classes = len(self.classes)
         else:
@@ -186,7 +186,7 @@ class Classification(Task):
         if isinstance(values, list) and any(isinstance(value, str) for value in values):
             index_of = {name: index for index, name in enumerate(self.classes)}
             if others := sorted({str(value) for value in values if value not in index_of}):
-                raise ValueError(f"label {others[0]!r} is not one of the {len(index_of)} classes that were trained on")
+                raise ValueError(f"label {others[0]!r} is not one of the {len(index_of)} classes of the training")
             return np.array([index_of[value] for value in values], np.int64)
         labels = np.asarray(values).astype(np.int64)
         if labels.size and not 0 <= labels.min() <= labels.max() < self.class_count:

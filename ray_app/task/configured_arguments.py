@@ -39,7 +39,7 @@ def need_specs(**values: Any) -> None:
     for name, value in values.items():
         if reserved := [metric for metric in _RESERVED_METRICS if name == "metrics" and metric in value]:
             raise ConfigError(
-                f"{_INIT_ARGS}.metrics has {reserved[0]!r}, which every evaluation has. Give the metric another name."
+                f"{_INIT_ARGS}.metrics has {reserved[0]!r}, which every evaluation has already. Rename the metric."
             )
         several = {f"{name}.{key}": one for key, one in value.items()} if name == "metrics" else None
         several = {f"{name}[{i}]": one for i, one in enumerate(value)} if isinstance(value, list) else several
@@ -54,18 +54,18 @@ def need_specs(**values: Any) -> None:
 def need_numbers(mean: Sequence[float], std: Sequence[float], pad_to: int, max_length: int | None) -> None:
     """Raises ConfigError for `mean`, `std`, `pad_to` and `max_length` that cannot be computed with."""
     if not all(value > 0 for value in std):
-        raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by it, so each must be greater than 0.")
+        raise ConfigError(f"{_INIT_ARGS}.std is {list(std)}; images are divided by them, so each must be above 0.")
     if not mean or not std:
         raise ConfigError(
-            f"{_INIT_ARGS}.mean and std are {list(mean)} and {list(std)}; give a number for each channel, or one for"
+            f"{_INIT_ARGS}.mean and std are {list(mean)} and {list(std)}; set one number for each channel, or one for"
             " all."
         )
     if pad_to < 1:
         raise ConfigError(
-            f"{_INIT_ARGS}.pad_to is {pad_to}; padded lists are as long as a multiple of it, so it must be at least 1."
+            f"{_INIT_ARGS}.pad_to is {pad_to}; it must be at least 1: padded lists have a multiple of this length."
         )
     if max_length is not None and max_length < 1:
-        raise ConfigError(f"{_INIT_ARGS}.max_length is {max_length}; it must be at least 1, or null for all.")
+        raise ConfigError(f"{_INIT_ARGS}.max_length is {max_length}; it must be at least 1, or null for no limit.")
 
 
 def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float]) -> None:
@@ -75,7 +75,7 @@ def need_channels(name: str, column: ColumnFacts, **statistics: Sequence[float])
         if len(values) not in (1, channels):
             raise ConfigError(
                 f"{_INIT_ARGS}.{argument} is {list(values)}, {len(values)} numbers; images of {name!r} have {channels}"
-                " channels. Give a number for each, or one for all."
+                " channels. Set one for each, or one for all."
             )
 
 
@@ -84,8 +84,8 @@ def need_lists(data: DataFacts, facts: Mapping[str, ColumnFacts], padded: Iterab
     for name in padded:
         if facts[name].kind != "list":
             raise DataError(
-                f"{_INIT_ARGS}.inputs names {name}.mask, which is 1 where a list has a number and 0 where it is padded;"
-                f" column {name!r} of {data.path} holds {facts[name].kind}, no lists. Leave .mask out."
+                f"{_INIT_ARGS}.inputs names {name}.mask, which marks the padding of lists, but column {name!r} of"
+                f" {data.path} holds {facts[name].kind}, not lists. Leave .mask out."
             )
 
 
@@ -93,9 +93,9 @@ def need_flat(data: DataFacts, name: str, column: ColumnFacts) -> None:
     """Raises DataError for a target of lists of lists: no axis of the outputs is known to be the padded one."""
     if column.kind == "list" and (column.shape or column.dtype.count("list<") > 1):
         raise DataError(
-            f"{_INIT_ARGS}.target names {name!r}, and of {data.path} that holds lists of lists, {column.dtype}; a"
-            " target is one number for each place of a list. Name another column, make lists of one size of it, or"
-            " write a Task, whose `loss` gets the lists padded."
+            f"{_INIT_ARGS}.target names {name!r}, but this column of {data.path} holds lists of lists, {column.dtype};"
+            " a target has one number per position of a list. Name another column, convert it to lists of one size, or"
+            " write a Task, whose `loss` receives the padded lists."
         )
 
 
@@ -127,8 +127,8 @@ def resolve_best_mode(metric: str, mode: Mode | None, metrics: Mapping[str, Spec
     if resolved is None:
         names = f" The metrics are {', '.join(['loss', *metrics])}." if metrics and not spec else ""
         raise ConfigError(
-            f"{_INIT_ARGS}.best_metric is {metric!r}, and nothing defines whether less or more of it is better.{names}"
-            f" Set {_INIT_ARGS}.best_mode to min or max."
+            f"{_INIT_ARGS}.best_metric is {metric!r}, but no setting defines whether a lower or a higher value is"
+            f" better.{names} Set {_INIT_ARGS}.best_mode to min or max."
         )
     return resolved
 
@@ -198,18 +198,17 @@ def compute_row_losses(
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
-            f"The model's outputs are of shape {_format_shape(outputs)}, the target of {_format_shape(target)};"
-            f" {spec['class_path']} compares each with each of these. Let the model give as many outputs as there are"
-            " numbers in a row of the target."
+            f"The model's outputs have the shape {_format_shape(outputs)}, but the target has {_format_shape(target)};"
+            f" {spec['class_path']} compares them one by one. Let the model return as many outputs as a row of the"
+            " target has numbers."
         )
     weights = _value_weights(loss, losses, target)
     if is_value is not None:
         if losses.shape != target.shape:
             raise ConfigError(
-                f"{spec['class_path']} gave values of shape {_format_shape(losses)} for a target of lists,"
-                f" {_format_shape(target)}, which are padded: what is padding would count. Use a loss that gives a"
-                " value for each number of a list; where classes are the last axis of the outputs, set"
-                " task.init_args.classes_last."
+                f"{spec['class_path']} returned values of shape {_format_shape(losses)} for a target of padded lists,"
+                f" {_format_shape(target)}, so padding would count. Use a loss that returns a value for each number of"
+                " a list; if classes are the last axis of the outputs, set task.init_args.classes_last."
             )
         losses = losses.masked_fill(~is_value, 0)
         weights = is_value if weights is None else weights * is_value
@@ -233,13 +232,13 @@ def reduction_of(spec: Spec) -> str:
     if reduction not in allowed:
         raise ConfigError(
             f"task.init_args.loss has reduction {reduction!r}; it must be one of {', '.join(allowed)}. A step's loss is"
-            " a mean over the global batch, so that the learning rate does not depend on its rows; with a sum of"
-            " before, multiply the learning rate by the rows that were summed."
+            " a mean over the global batch, so that the learning rate does not depend on its rows; if you used a sum"
+            " before, multiply the learning rate by the rows of a batch."
         )
     if old := sorted(name for name in ("size_average", "reduce") if init_args.get(name) is not None):
         raise ConfigError(
-            f"task.init_args.loss has {', '.join(old)}, which torch replaces by reduction; leave it out, the mean is"
-            " taken."
+            f"task.init_args.loss has {', '.join(old)}, which torch has replaced by reduction; leave it out, the"
+            " default is the mean."
         )
     return str(reduction)
 
@@ -286,9 +285,9 @@ def _is_correct(loss: Any, outputs: Any, target: Tensor) -> Tensor:
         if outputs.shape == target.shape and threshold is not None:
             return (outputs > threshold) == (target > 0.5)
     raise ConfigError(
-        f"task.init_args.train_accuracy is true, and the target, {target.dtype} of shape {_format_shape(target)}, is"
-        " not the index of a class for which the outputs have a score, nor 0 and 1 for"
-        f" {', '.join(kind.__name__ for kind in _BINARY_THRESHOLDS)}. Leave it out."
+        f"task.init_args.train_accuracy is true, but the target, {target.dtype} of shape {_format_shape(target)}, is"
+        " neither the index of a class with a score in the outputs, nor 0 and 1 for"
+        f" {', '.join(kind.__name__ for kind in _BINARY_THRESHOLDS)}. Leave train_accuracy out."
     )
 
 
@@ -331,8 +330,8 @@ def attach_loss(model: nn.Module, spec: Spec) -> None:
         return
     if hasattr(model, TASK_LOSS):
         raise ConfigError(
-            f"{type(model).__name__} has an attribute {TASK_LOSS}, and {spec['class_path']}, a loss with parameters or"
-            " buffers, becomes the part of the model with this name. Rename the attribute."
+            f"{type(model).__name__} has an attribute {TASK_LOSS}, but {spec['class_path']}, a loss with parameters or"
+            " buffers, is stored in the model under this name. Rename the attribute."
         )
     if isinstance(model, nn.Sequential):
         # An `nn.Sequential` calls its parts one after the other, and the loss is none of them.
@@ -367,9 +366,8 @@ def _make_stateless_loss(spec: str, device: str) -> Any:
     loss = make_loss(spec, device)
     if _has_state(loss):
         raise ConfigError(
-            f"{type(loss).__name__} has parameters or buffers, and the model has no {TASK_LOSS} that would have their"
-            " values. A build_model of your own attaches it: attach_loss(model, self.loss_spec) of"
-            " ray_app.task.configured_arguments."
+            f"{type(loss).__name__} has parameters or buffers, but the model has no {TASK_LOSS} to hold their values."
+            " In your own build_model, call attach_loss(model, self.loss_spec) of ray_app.task.configured_arguments."
         )
     return loss
 
@@ -444,11 +442,11 @@ def refuse_values(column: str, values: npt.NDArray, allowed: list[int], is_mask:
     if ((values >= smallest) & (values <= greatest) | np.isin(values, ignored)).all():
         return
     remedy = (
-        "Let the values of masks be the numbers of the classes, as ray-app ingest --mask_values stores them; or leave"
-        " pixels of a value out by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or let"
-        " the model have an output for each class"
+        "Store the numbers of the classes in masks, as ray-app ingest --mask_values does; or ignore pixels with a value"
+        " by ignore_index of the loss (task.init_args.loss.init_args.ignore_index: 255); or give the model an output"
+        " for each class"
         if is_mask
-        else "Correct the column, or let the model have an output for each class"
+        else "Correct the column, or give the model an output for each class"
     )
     listed = join_names([f"{value:g}" for value in np.unique(values)], 8)
     raise ValueError(

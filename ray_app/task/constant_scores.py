@@ -59,9 +59,9 @@ def describe_constant(metrics: Mapping[str, float | None], scores: Mapping[str, 
         text = f"{kind} of the training data in every row gives {name} {constant:.4f}"
         if value < constant:
             text = (
-                f"Warning: {name} {value:.4f} is below that of a constant: {text}. The model has learned nothing that"
-                " holds for these rows. Train longer, or look at the learning rate, the scale of inputs and target, and"
-                " whether the evaluation data is of the same kind."
+                f"Warning: {name} {value:.4f} is below the score of a constant: {text}. The model has learned nothing"
+                " that holds for these rows. Train longer, or check the learning rate, the scale of inputs and target,"
+                " and whether the evaluation data is similar."
             )
         lines.append(text)
     return lines

@@ -121,7 +121,7 @@ class ObjectDetection(Task):
         for i in range(len(rows[self.image])):
             image = load_image(rows[self.image][i], self.exif_orientation)
             if image.ndim != 3:
-                raise ValueError("the image is animated; detectors take one picture of each row")
+                raise ValueError("the image is animated; a detector needs one picture per row")
             boxes, labels = self._truth(rows, i, *image.shape[-2:])
             sample = {"image": image.expand(3, -1, -1), "boxes": boxes, "labels": labels}
             samples.append(sample if keys is None else _transform_sample(sample, transforms, int(keys[i])))
@@ -141,16 +141,16 @@ class ObjectDetection(Task):
         if any(isinstance(column, np.ndarray) and column.dtype == np.int64 for column in columns):
             return torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)
         if not all(isinstance(column, Ragged) for column in columns):
-            raise ValueError(f"{self.boxes!r} or {self.labels!r} holds no lists of numbers, or a missing value")
+            raise ValueError(f"{self.boxes!r} or {self.labels!r} has no lists of numbers, or lacks a value")
         boxes, labels = (torch.from_numpy(column.row(row).copy()) for column in columns)
         boxes, labels = boxes.float().reshape(-1, 4), labels.long()
         if len(boxes) != len(labels):
-            raise ValueError(f"there are {len(boxes)} boxes and {len(labels)} labels; each box has one")
+            raise ValueError(f"the row has {len(boxes)} boxes and {len(labels)} labels; each box needs one")
         check_boxes(boxes.numpy(), width, height)
         num_classes = (self.detector.get("init_args") or {}).get("num_classes", np.inf)
         if wrong := labels[(labels < 1) | (labels >= num_classes)].tolist():
             raise ValueError(
-                f"there is a label {wrong[0]}; labels go from 1, since 0 is the background, to num_classes - 1"
+                f"the row has the label {wrong[0]}; labels go from 1 (0 is the background) to num_classes - 1"
             )
         return boxes, labels
 
@@ -234,7 +234,7 @@ def _transform_sample(sample: dict[str, Any], transforms: Sequence[Any], key: in
     sample = apply_transforms(sample | {"image": tv_tensors.Image(sample["image"]), "boxes": boxes}, transforms, key)
     if sample["image"].dtype != torch.uint8:
         raise ValueError(
-            "task.init_args.transforms make images of fractions; leave that out, the detector gets them from 0 to 1"
+            "task.init_args.transforms return fractions; leave ToDtype out, the detector receives images from 0 to 1"
             " anyway"
         )
     return v2.SanitizeBoundingBoxes()(v2.ClampBoundingBoxes()(sample))

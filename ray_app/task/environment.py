@@ -138,9 +138,9 @@ def find_device_fault(error: BaseException) -> DeviceFaultError | None:
         return None
     name, node = device_label(device), platform.node()
     return DeviceFaultError(
-        f"{text}\nThe device {name} of {node} does not compute any more, so this process ends. The cause is the"
-        " hardware, its driver, or a kernel of an extension that leaves its memory. On that node the output of dmesg"
-        " says which, in lines with Xid.",
+        f"{text}\nThe device {name} of {node} no longer computes, so this process ends. The cause is the hardware, its"
+        " driver, or an extension's kernel that writes outside its memory. On this node, lines with Xid in the output"
+        " of dmesg show which.",
         name,
         node,
     )
@@ -171,6 +171,6 @@ def check_compiler(device: torch.device) -> None:
     """Raises ConfigError if this machine lacks a compiler or header that `train.compile` needs for a device."""
     if (missing := kind_of(device).missing_for_compilation()) is not None:
         raise ConfigError(
-            f"train.compile needs {missing} on every node, and {platform.node()} has none. Install it, or set"
+            f"train.compile needs {missing} on every node, but {platform.node()} has none. Install it, or set"
             " train.compile to false."
         )

@@ -87,7 +87,7 @@ def count_classes(data: DataFacts, label: str, num_classes: int | None) -> int:
     stated = num_classes or (len(data.classes) if data.classes else None)
     if stated is None and facts.maximum is None:
         raise DataError(
-            f"{data.path} does not say how many classes column {label!r} has; set task.init_args.num_classes."
+            f"{data.path} does not store the number of classes of column {label!r}; set task.init_args.num_classes."
         )
     count = stated if stated is not None else int(facts.maximum or 0) + 1
     low, high = facts.minimum, facts.maximum
@@ -100,8 +100,8 @@ def count_classes(data: DataFacts, label: str, num_classes: int | None) -> int:
         raise DataError(
             f"Column {label!r} of {data.path} has labels from {low:.0f} to {high:.0f}, which makes {count} classes:"
             f" {reason}. If the labels are identifiers (numbers of articles, ZIP codes), number them from 0, or ingest"
-            " them as text (ray-app ingest --label), whose values become classes; if there are so many classes, set"
-            " task.init_args.num_classes."
+            " them as text (ray-app ingest --label), whose values become classes. If there are really so many classes,"
+            " set task.init_args.num_classes."
         )
     return count
 
@@ -132,7 +132,7 @@ def to_model_types(values: Any) -> Field:
     """
     array = values.values if isinstance(values, Ragged) else np.asarray(values)
     if array.dtype.kind not in "fiub":
-        raise ValueError("a column holds no numbers, or a missing value; write Task.decode")
+        raise ValueError("a column does not hold numbers, or has a missing value; write Task.decode")
     if array.dtype.kind == "f":
         array = np.asarray(array, np.float32)
     elif isinstance(values, Ragged) or array.ndim == 1:
@@ -151,7 +151,7 @@ def convert_column(values: Any, kind: str) -> Field:
         if isinstance(values, np.ndarray) and values.dtype == np.int64:
             values = Ragged.of(values, np.int64)
         if not isinstance(values, Ragged):
-            raise ValueError("a list holds no numbers, or a missing value")
+            raise ValueError("a list does not hold numbers, or has a missing value")
         list_dtype = _LIST_DTYPES.get(values.values.dtype)
         if list_dtype is None:
             return values
@@ -184,7 +184,7 @@ def need_sample_weights(data: DataFacts, column: str | None, others: Sequence[st
     """
     if column in others:
         raise ConfigError(
-            f"task.init_args.sample_weight is {column!r}, which is also the label or the input. Name another column."
+            f"task.init_args.sample_weight is {column!r}, which is also the label or an input. Name another column."
         )
     if column is not None:
         need_column(data, column, ("number", "integer"), "weight of a row (task.init_args.sample_weight)")
@@ -200,19 +200,19 @@ def decode_sample_weights(column: str | None, rows: Mapping[str, Any]) -> dict[s
         return {}
     stored = np.asarray(rows[column])
     if stored.ndim != 1 or stored.dtype.kind not in "fiub":
-        raise ValueError(f"column {column!r} of sample weights has no number for each row, or a missing value")
+        raise ValueError(f"column {column!r} of sample weights does not have a number for each row")
     with np.errstate(over="ignore"):
         weights = stored.astype(np.float32)
     need_finite(f"column {column!r} of sample weights", weights)
     if weights.size and weights.min() < 0:
-        raise ValueError(f"column {column!r} of sample weights has {weights.min():g}; a weight is at least 0")
+        raise ValueError(f"column {column!r} of sample weights has {weights.min():g}; a weight must be at least 0")
     return {SAMPLE_WEIGHT: weights}
 
 
 def _as_int64(values: npt.NDArray) -> npt.NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and (greatest := int(values.max())) > np.iinfo(np.int64).max:
         raise ValueError(
-            f"{greatest} is above 2^63 - 1, the greatest integer that models take; keep such numbers as text, or as"
+            f"{greatest} is above 2^63 - 1, the largest integer that models accept; store such numbers as text, or as"
             " fractions"
         )
     return values.astype(np.int64, copy=False)
@@ -249,9 +249,9 @@ def strip_padding(outputs: Tensor, batch: dict[str, Tensor], names: Sequence[str
     if not fits or any((other != lengths[0]).any() for other in lengths):
         lists = ", ".join(f"{name!r} to {length}" for name, length in padded.items())
         raise DataError(
-            f"The outputs are of shape {tuple(outputs.shape)}, of rows whose lists are padded: {lists or 'none'}; which"
-            " of these they go along with cannot be told, so what they say of padding cannot be left out. Write"
-            " Task.predictions."
+            f"The outputs have the shape {tuple(outputs.shape)}, but the padded lists of the rows are"
+            f" {lists or 'none'}; it is unclear which list the outputs belong to, so outputs for padding cannot be"
+            " removed. Write Task.predictions."
         )
     is_value = np.arange(outputs.shape[1]) < lengths[0][:, None]
     return Ragged(to_array(outputs)[is_value], np.cumsum([0, *lengths[0]], dtype=np.int64))

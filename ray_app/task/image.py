@@ -162,7 +162,7 @@ class ImageClassification(Classification):
         assert self.size is not None
         pixels = torch.from_numpy(decode_image(data, self.exif_orientation))
         if pixels.ndim != 3:
-            raise ValueError(f"the image has {len(pixels)} frames; a classifier takes still images")
+            raise ValueError(f"the image has {len(pixels)} frames; a classifier needs still images")
         return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
 
     def build_model(self) -> nn.Module:

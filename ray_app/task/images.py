@@ -83,8 +83,8 @@ def decode_mask(encoded: bytes, exif_orientation: bool = True) -> npt.NDArray[np
     with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG or image.mode not in ("1", "L", "P", "I", "I;16"):
             raise ValueError(
-                f"it is a {image.format} of mode {image.mode}, which is not a mask; a mask is a PNG of one channel, or"
-                " of a palette, whose values are the numbers of classes"
+                f"the file is a {image.format} of mode {image.mode}, which is not a mask; a mask is a PNG with one"
+                " channel, or with a palette, whose values are class numbers"
             )
         _load(image, encoded)
         values = np.array(image).astype(np.int32 if image.mode.startswith("I") else np.uint8)
@@ -99,7 +99,7 @@ def describe_image_error(error: Exception) -> str:
         return "its header is damaged"
     if isinstance(error, Image.DecompressionBombError):
         # Pillow has a limit of its own, which is above `MAX_PIXELS`.
-        return f"it has more than {MAX_PIXELS} pixels, which is the most that is decoded"
+        return f"the image has more than the allowed {MAX_PIXELS} pixels"
     lines = remove_addresses(str(error)).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
@@ -117,8 +117,8 @@ def library_errors(encoded: bytes | None = None) -> Iterator[None]:
     except Exception as error:
         head = bytes(encoded[:HEAD_BYTES]) if encoded is not None else None
         if head is not None and not has_image_signature(head):
-            other = name_other_format(head) or f"no image: it begins with {head[:8]!r}"
-            raise ValueError(f"it is {other}") from error
+            other = name_other_format(head) or f"not an image: it begins with {head[:8]!r}"
+            raise ValueError(f"the file is {other}") from error
         raise ValueError(describe_image_error(error)) from error
 
 
@@ -134,9 +134,9 @@ def convert_image(encoded: bytes, first_frame: bool) -> bytes:
 
         image = Image.open(io.BytesIO(encoded), formats=("TIFF", "BMP", "AVIF", "GIF", "WEBP", "PNG"))
         if (pixels := image.width * image.height) > MAX_PIXELS:
-            raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+            raise ValueError(f"the image has {pixels} pixels; at most {MAX_PIXELS} are decoded")
         if (frames := getattr(image, "n_frames", 1)) > 1 and not first_frame:
-            raise ValueError(f"it has {frames} frames; --first_frame true takes the first one")
+            raise ValueError(f"the image has {frames} frames; --first_frame true uses the first one")
         image.seek(0)
         image.load()
         return _save_png(ImageOps.exif_transpose(image))
@@ -182,11 +182,13 @@ def _to_png_mode(image: Any) -> Any:
     if image.mode.startswith("I"):
         values = np.array(image)
         if values.min() < 0 or values.max() > np.iinfo(np.uint16).max:
-            raise ValueError(f"its values go from {values.min()} to {values.max()}; allowed are 16 bits without sign")
+            raise ValueError(f"the values go from {values.min()} to {values.max()}; allowed are unsigned 16 bits")
         return Image.fromarray(values.astype(np.uint16))
     if image.mode in ("CMYK", "YCbCr", "RGBX"):
         return image.convert("RGB")
-    raise ValueError(f"it is of mode {image.mode}; allowed are gray and colours of 8 or 16 bits. Scale it to these")
+    raise ValueError(
+        f"the image has the mode {image.mode}; allowed are gray and colours of 8 or 16 bits. Convert it to these"
+    )
 
 
 def _open_image(encoded: bytes) -> Any:
@@ -195,12 +197,12 @@ def _open_image(encoded: bytes) -> Any:
 
     image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
     if image.format == "GIF" and not _has_gif_end(encoded):
-        raise ValueError("it is cut off or damaged: its blocks do not lead to the one that ends a GIF file")
+        raise ValueError("the file is cut off or damaged: the block that ends a GIF file is missing")
     pixels = image.width * image.height
     if pixels <= MAX_PIXELS and image.format in _ANIMATED:
         pixels *= getattr(image, "n_frames", 1)
     if pixels > MAX_PIXELS:
-        raise ValueError(f"it has {pixels} pixels; at most {MAX_PIXELS} are decoded")
+        raise ValueError(f"the image has {pixels} pixels; at most {MAX_PIXELS} are decoded")
     if image.format == "PNG":
         # Pillow compares the checksums of a PNG file only here, and the file cannot be decoded afterwards.
         image.verify()
@@ -251,7 +253,7 @@ def _load(image: Any, encoded: bytes) -> None:
         bool(image.info.get("interlace")) or not np.array(image.crop((0, height - 1, image.width, height))).any()
     )
     if may_lack_rows and (missing := _missing_png_bytes(encoded)):
-        raise ValueError(f"its image data ends {missing} bytes too early")
+        raise ValueError(f"the image data ends {missing} bytes too early")
 
 
 def _check_palette(image: Any, encoded: bytes) -> None:
@@ -444,8 +446,8 @@ def _decode_by_row(
             if kind == IMAGE and sample[name].dtype != torch.uint8:
                 raise ValueError(
                     "task.init_args.transforms or evaluate_transforms make"
-                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image {name!r}; leave that out"
-                    " (ToDtype), the model gets images from 0 to 1 anyway, less mean, divided by std"
+                    f" {str(sample[name].dtype).removeprefix('torch.')} of the image {name!r}; leave ToDtype out, the"
+                    " model receives images from 0 to 1 anyway, minus mean, divided by std"
                 )
             decoded[name].append(as_plain_tensor(sample[name]).numpy())
     for name, values in decoded.items():
@@ -453,7 +455,7 @@ def _decode_by_row(
         if len(shapes) > 1:
             raise ValueError(
                 f"images of {name!r} have the shapes {shapes[:3]}; let task.init_args.transforms and"
-                " evaluate_transforms give them one size (Resize, CenterCrop, RandomResizedCrop)"
+                " evaluate_transforms resize them to one size (Resize, CenterCrop, RandomResizedCrop)"
             )
     return {name: np.stack(values) for name, values in decoded.items()}
 

@@ -145,14 +145,14 @@ class CausalLanguageModel(Task):
         is_given = {_TARGETS, *(p.name for p in more if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD))}
         if others := [p.name for p in more if p.default is p.empty and p.name not in is_given]:
             raise ConfigError(
-                f"{name}.forward needs {', '.join(others)} beside the tokens; a module that is not of transformers gets"
-                f" the tokens alone, and the next ones as {_TARGETS}. Give the other arguments defaults."
+                f"{name}.forward needs {', '.join(others)} besides the tokens; a module that is not of transformers"
+                f" receives only the tokens, and the next ones as {_TARGETS}. Give the other arguments default values."
             )
         for argument in ("lora", "gradient_checkpointing", "pack"):
             if getattr(self, argument):
                 raise ConfigError(
-                    f"task.init_args.{argument} is for models of transformers, and {name} is none (it has no"
-                    " save_pretrained). Leave it out, and do this in the module."
+                    f"task.init_args.{argument} is for models of transformers, but {name} has no save_pretrained."
+                    " Leave the field out, and implement it in the module."
                 )
 
     def describe_unknown_tokens(self, model: Any) -> str | None:
@@ -166,9 +166,9 @@ class CausalLanguageModel(Task):
         if self.max_token < vocabulary:
             return None
         return (
-            f"Column {self.tokens!r} has tokens up to {self.max_token}, the model knows {vocabulary}, 0 to"
-            f" {vocabulary - 1}. Set the config's vocab_size to that of the tokenizer, or ingest with the tokenizer of"
-            " the model."
+            f"Column {self.tokens!r} has tokens up to {self.max_token}, but the model knows {vocabulary}, 0 to"
+            f" {vocabulary - 1}. Set the config's vocab_size to the tokenizer's, or ingest with the tokenizer of the"
+            " model."
         )
 
     def shard_units(self, model: nn.Module) -> list[nn.Module]:
@@ -208,8 +208,8 @@ class CausalLanguageModel(Task):
         if torch.allclose(one, other, rtol=1e-3, atol=1e-4, equal_nan=True):
             return None
         return (
-            f"The scores that {type(model).__name__} gives for a token depend on later tokens, which it is to predict."
-            " Mask these in its attention (is_causal); a model of transformers such as BERT needs is_decoder: true in"
+            f"The scores of {type(model).__name__} for a token depend on later tokens, which it must predict. Mask"
+            " later tokens in the attention (is_causal); a model of transformers such as BERT needs is_decoder: true in"
             " its config."
         )
 
@@ -390,8 +390,8 @@ def _logits(outputs: Any, tokens: Tensor) -> Tensor:
         shape = f" of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else ""
         raise ConfigError(
             f"The language model returned a {type(outputs).__name__}{shape} for tokens of shape {tuple(tokens.shape)};"
-            " it must return the scores of the next token for each token but the last, (rows, tokens - 1, vocabulary):"
-            " alone, first of several values, or as logits of a dictionary or an object."
+            " it must return the scores of the next token for each token except the last, (rows, tokens - 1,"
+            " vocabulary): alone, first of several values, or as logits of a dictionary or an object."
         )
     return logits
 

@@ -69,16 +69,15 @@ def refuse_hooks(module: nn.Module) -> None:
     ]
     if hooks:
         raise ConfigError(
-            f"{type(module).__name__} has {', '.join(hooks)}, which Lightning's trainer calls and nothing here does."
-            " Take them out: what is done to a batch belongs into a subclass of LightningTask as augment(batch, keys),"
-            " what is done to an update as apply_gradients, clipping into train.grad_clip_norm, and what only watches"
-            " into an observer (docs/runs.md)."
+            f"{type(module).__name__} has {', '.join(hooks)}, which only Lightning's trainer calls. Remove them: move"
+            " changes of a batch to augment(batch, keys) in a subclass of LightningTask, changes of an update to"
+            " apply_gradients, clipping to train.grad_clip_norm, and monitoring to an observer (docs/runs.md)."
         )
     if not getattr(module, "automatic_optimization", True):
         raise ConfigError(
             f"{type(module).__name__} sets automatic_optimization to False; its own calls of optimizers would not wait"
-            " for the gradients of the other workers. Write a Task with loss_for_optimizer and configure optimizers"
-            " that take turns (docs/own-task.md)."
+            " for the gradients of the other workers. Write a Task with loss_for_optimizer and configure alternating"
+            " optimizers (docs/own-task.md)."
         )
 
 
@@ -122,14 +121,13 @@ def capture_logs(module: nn.Module, method: str, rows: int | None = None) -> Ite
         batch_size = options.get("batch_size")
         if batch_size is not None and rows is not None and int(batch_size) != rows:
             raise ValueError(
-                f"{name!r} is logged with batch_size {int(batch_size)}, and the batch has {rows} rows, by which its"
-                " mean counts here. Leave batch_size out; a mean over something else than rows (tokens) is a"
-                " torchmetrics.MeanMetric that is updated with weights"
+                f"{name!r} is logged with batch_size {int(batch_size)}, but the batch has {rows} rows, which weight its"
+                " mean here. Leave batch_size out; for a mean over tokens, update a torchmetrics.MeanMetric with"
+                " weights"
             )
         if options.get("reduce_fx", "mean") not in ("mean", torch.mean):
             raise ValueError(
-                f"{name!r} is logged with reduce_fx; means over rows are recorded, or torchmetrics objects, nothing"
-                " else"
+                f"{name!r} is logged with reduce_fx; only means over rows and torchmetrics objects can be recorded"
             )
         logged.numbers[recorded] = as_mean(name, value).detach().float()
 
@@ -165,8 +163,8 @@ class _NoTrainer:
         if name.startswith("__"):
             raise AttributeError(name)
         raise RuntimeError(
-            f"{self.method} asks the trainer for {name}, and there is no trainer: what a step computes may depend on"
-            " its rows alone, and a schedule that needs the number of steps is `schedule` in the configuration"
+            f"{self.method} asks the trainer for {name}, but there is no trainer: a step may depend only on its rows,"
+            " and a schedule that needs the number of steps is `schedule` in the configuration"
         )
 
 
@@ -178,7 +176,7 @@ class NoNumber:
 
     def _refuse(self, *others: Any) -> NoReturn:
         raise RuntimeError(
-            f"{self._method} looks at batch_idx, whose value would depend on the workers; log at every step, without it"
+            f"{self._method} uses batch_idx, which would depend on the workers; log at every step, without it"
         )
 
     __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __mod__ = __bool__ = __int__ = __index__ = __add__ = __hash__ = _refuse
@@ -206,12 +204,12 @@ class LightningTask(BatchTask):
     def validate_config(self, config: Config) -> list[str]:
         """Returns a problem for each setting that needs calls of the module itself instead of `training_step`."""
         problems = {
-            f"train.strategy is {config.train.strategy}, which gathers the parameters that are in no unit while the"
-            " module itself is called; of a Lightning module it is training_step. Use"
+            f"train.strategy is {config.train.strategy}, which gathers parameters outside its units when the module is"
+            " called, but Lightning calls training_step. Use"
             f" {list_strategies(lambda t: not t.shards_parameters)}.": config.train.strategy_traits.shards_parameters,
             "train.compile compiles calls of the module, and training_step is not one; compile parts of it in its"
             " __init__.": config.train.compile,
-            "train.capture needs each step to do the same, and training_step may do something else in each; leave it"
+            "train.capture needs identical steps, but training_step may differ in each; leave it"
             " out.": config.train.capture,
         }
         return [problem for problem, applies in problems.items() if applies]
@@ -221,7 +219,7 @@ class LightningTask(BatchTask):
         module = instantiate(self.model, "task.init_args.module")
         if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
             raise ConfigError(
-                f"task.init_args.module makes a {type(module).__name__}; it must make a module with training_step."
+                f"task.init_args.module creates a {type(module).__name__}; it must create a module with training_step."
             )
         refuse_hooks(module)
         if "torchmetrics" in sys.modules:
@@ -253,8 +251,8 @@ class LightningTask(BatchTask):
             logged = computed | log.numbers
         if returned is None:
             raise ConfigError(
-                f"{type(model).__name__}.training_step returned no loss; every row of every step counts. Return the"
-                " mean over the batch."
+                f"{type(model).__name__}.training_step returned no loss, but every row of every step must be used."
+                " Return the mean over the batch."
             )
         rows = count_rows(batch)
         # The loss is recorded of every step, so a logged one is left out.
@@ -274,7 +272,7 @@ class LightningTask(BatchTask):
         """
         if not has_user_attribute(type(model), "validation_step"):
             raise ConfigError(
-                f"{type(model).__name__} has no validation_step, but data.eval_path is given. Write one, or leave"
+                f"{type(model).__name__} has no validation_step, but data.eval_path is set. Write one, or leave"
                 " data.eval_path out."
             )
         from ray_app.task.metric_classes import refuse_name_clash, take_metrics, weighted_mean
@@ -323,8 +321,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     if len(optimizers) != 1 or len(schedulers) > 1 or not isinstance(optimizers[0], Optimizer):
         raise ConfigError(
             f"configure_optimizers returned {len(optimizers)} optimizers and {len(schedulers)} schedulers; one torch"
-            " optimizer and at most one scheduler can be used. Several optimizers take turns by `optimizers` in the"
-            " configuration, with a Task that has loss_for_optimizer."
+            " optimizer and at most one scheduler can be used. For several, use `optimizers` in the configuration, with"
+            " a Task that has loss_for_optimizer."
         )
     first = schedulers[0] if schedulers else {}
     settings: dict[str, Any] = first if isinstance(first, dict) else {"scheduler": first}
@@ -333,7 +331,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     if schedule is None:
         if settings:
             raise ConfigError(
-                f"configure_optimizers returned a schedule without scheduler, {settings}. Give one, or leave it out."
+                f"configure_optimizers returned a schedule without scheduler, {settings}. Add it, or return only the"
+                " optimizer."
             )
         return optimizers[0], None
     by_value = isinstance(schedule, ReduceLROnPlateau) or settings.get("reduce_on_plateau")
@@ -341,9 +340,8 @@ def _one_optimizer(returned: Any) -> tuple[Optimizer, LRScheduler | None]:
     if not isinstance(schedule, LRScheduler) or by_value or not by_step:
         raise ConfigError(
             f"configure_optimizers returned {type(schedule).__name__}, {_describe_settings(settings)}; a schedule here"
-            " is one of torch.optim.lr_scheduler and moves after every step. Return {'scheduler': ..., 'interval':"
-            " 'step'} and count its numbers in steps, or return the optimizer alone and write `schedule` in the"
-            " configuration."
+            " is one of torch.optim.lr_scheduler and advances after every step. Return {'scheduler': ..., 'interval':"
+            " 'step'} with numbers in steps, or return only the optimizer and set `schedule` in the configuration."
         )
     return optimizers[0], schedule
 

@@ -123,15 +123,14 @@ def reduce(name: str, value: Tensor | float, reduction: ReplicaReduction) -> Non
     number = value if isinstance(value, Tensor) else torch.tensor(value)
     if number.numel() != 1 or number.is_complex():
         raise ConfigError(
-            f"{call} got {number.dtype} of shape {tuple(number.shape)}; give it one real number, such as the sum of"
-            " these."
+            f"{call} got {number.dtype} of shape {tuple(number.shape)}; pass one real number, such as their sum."
         )
     values = reduced_values.get()
     if values is None:
         return
     if any(name == key.name for key in values):
         raise ConfigError(
-            f"{call} is the second call with this name for one micro-batch; give each value its own name."
+            f"{call} is the second call with this name for one micro-batch; use a different name for each value."
         )
     values[MetricKey(name, reduction)] = number.detach().double().reshape(())
 
@@ -140,8 +139,8 @@ def _check_metric_name(name: str, source: str) -> None:
     """Raises ConfigError if a metric of a training step cannot be recorded under a name."""
     if name in STEP_METRICS or not _METRIC_NAME.fullmatch(name):
         raise ConfigError(
-            f"{source} a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, nothing that begins with"
-            f" eval_, and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
+            f"{source} a metric {name!r}; use letters, digits, '_', '.', '-' and spaces, not eval_ at the beginning,"
+            f" and none of {', '.join(sorted(STEP_METRICS))}, which every step has."
         )
 
 
@@ -174,7 +173,7 @@ def check_losses(
         return losses
     if names := losses.metrics.keys() & {key.name for key in reduced}:
         raise ConfigError(
-            f"{type(task).__name__}.loss returns the metrics {', '.join(sorted(names))}, and ray_app.reduce is called"
+            f"{type(task).__name__}.loss returns the metrics {', '.join(sorted(names))}, but ray_app.reduce is called"
             " with the same names; use other names."
         )
     return replace(losses, reduced=reduced)

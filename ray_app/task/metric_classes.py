@@ -78,8 +78,8 @@ def _copy_metric(name: str, metric: Metric) -> Metric:
     except Exception as error:
         # Attributes of a user's metric may raise errors of any type.
         raise ConfigError(
-            f"The metric {name!r} ({type(metric).__name__}) cannot be copied to be computed of all rows:"
-            f" {type(error).__name__}: {error}. Keep states and settings in it, and make locks, open files and"
+            f"The metric {name!r} ({type(metric).__name__}) cannot be copied to compute it for all rows:"
+            f" {type(error).__name__}: {error}. Keep only states and settings in it, and create locks, open files and"
             " connections where they are used."
         ) from error
 
@@ -143,6 +143,5 @@ def refuse_name_clash(numbers: Mapping[str, Any], metrics: Mapping[str, Any]) ->
     """Raises ConfigError for a name that is logged both as a number and as a metric."""
     if both := sorted(numbers.keys() & metrics.keys()):
         raise ConfigError(
-            f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; give one of them another"
-            " name."
+            f"{', '.join(map(repr, both))} is logged as a number and as a torchmetrics object; rename one of them."
         )

@@ -122,9 +122,9 @@ def states_of(metric: Metric) -> States:
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
-            f"The metric {type(metric).__name__} has no states: what it counts in plain attributes is not in the value"
-            " of an evaluation, which is combined from the states of parts of the rows. Register what it counts in"
-            " __init__ with self.add_state(name, torch.tensor(0), dist_reduce_fx='sum')."
+            f"The metric {type(metric).__name__} has no states, but an evaluation is combined from the states of parts"
+            " of the rows, so plain attributes are lost. Register each value in __init__ with self.add_state(name,"
+            " torch.tensor(0), dist_reduce_fx='sum')."
         )
     # An update changes a tensor in place; to a list it appends others.
     return {
@@ -147,8 +147,8 @@ def load_states(metric: Metric, states: Sequence[States]) -> None:
         if chunk_states.keys() != expected:
             different = sorted(chunk_states.keys() ^ expected)
             raise ConfigError(
-                f"The metric {type(metric).__name__} has other states after an update than when it is made:"
-                f" {', '.join(different)}. Make all of its metrics, and call add_state, in __init__."
+                f"The metric {type(metric).__name__} changes its states in an update: {', '.join(different)}. Create"
+                " all of its metrics, and call add_state, in __init__."
             )
     for path, part in parts.items():
         for name in part._defaults:
@@ -187,9 +187,9 @@ def combine_states(metric: Metric, name: str, values: Sequence[Any]) -> Any:
                 combined = combine(combined, value)
             return combined
     raise ConfigError(
-        f"The metric {type(metric).__name__} cannot be put together from parts: the reduction of its state {name!r} is"
+        f"The metric {type(metric).__name__} cannot be combined from parts: the reduction of its state {name!r} is"
         f" {getattr(reduction, '__name__', type(reduction).__name__)}. Use metrics whose states are sums, minima,"
-        " maxima or lists, such as R2Score or SpearmanCorrCoef in the place of PearsonCorrCoef."
+        " maxima or lists, such as R2Score or SpearmanCorrCoef instead of PearsonCorrCoef."
     )
 
 

@@ -285,9 +285,9 @@ def resolve_mode(task: Task, metric: str | None, mode: str | None) -> str | None
     metrics = dict(make_metrics(task).items(keep_base=True, copy_state=False))
     if (resolved := mode_of(metric, metrics.get(metric))) is None:
         raise ConfigError(
-            f"evaluate.metric is {metric!r}, and nothing defines whether less or more of it is better. The task's"
-            f" metrics are {', '.join(['loss', *map(str, metrics)])}. Name one of them, or set evaluate.mode to min or"
-            " max."
+            f"evaluate.metric is {metric!r}, but no setting defines whether a lower or a higher value is better. The"
+            f" task's metrics are {', '.join(['loss', *map(str, metrics)])}. Name one of them, or set evaluate.mode to"
+            " min or max."
         )
     return resolved
 
@@ -304,7 +304,7 @@ def resample(task: Task, chunks: Sequence[Chunk], name: str, counts: npt.NDArray
     metrics = metrics_with_states(task, chunks)
     if name not in metrics:
         raise ConfigError(
-            f"{name!r} is not a single metric of the task, so it cannot be resampled; there are"
+            f"{name!r} is not a single metric of the task, so it cannot be resampled; the metrics are"
             f" {', '.join(map(str, metrics))}."
         )
     metric = metrics[name]
@@ -339,7 +339,7 @@ def _resample_state(metric: Metric, name: str, parts: list[Any], counts: npt.NDA
     if metric._reductions[name] is not dim_zero_sum:
         raise ConfigError(
             f"The metric {type(metric).__name__} cannot be resampled: its state {name!r} is neither a sum nor a list."
-            " Set evaluate.metric to another one, such as loss."
+            " Set evaluate.metric to another metric, such as loss."
         )
     stacked = torch.stack(parts)
     total = torch.tensordot(torch.from_numpy(counts).double(), stacked.double(), dims=1)

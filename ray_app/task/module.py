@@ -140,7 +140,7 @@ class ModuleTask(Task):
         exif_orientation: bool = True,
     ) -> None:
         if not inputs:
-            raise ConfigError("task.init_args.inputs is empty; name the columns that the model takes.")
+            raise ConfigError("task.init_args.inputs is empty; name the input columns of the model.")
         self.model, self.inputs = model, inputs
         self.target, self.loss_spec = target, loss
         self.output = output
@@ -207,8 +207,8 @@ class ModuleTask(Task):
                     need_one_size(data, name, self.exif_orientation)
         if (self.transforms or self.evaluate_transforms) and IMAGE not in prepared.kinds.values():
             raise DataError(
-                f"task.init_args.transforms are for images, and of {data.path} none of {', '.join(self.columns())} is a"
-                " column of images."
+                f"task.init_args.transforms are for images, but none of the columns {', '.join(self.columns())} of"
+                f" {data.path} holds images."
             )
         if self.transforms or self.evaluate_transforms:
             require("torchvision", "task.init_args.transforms or evaluate_transforms")

@@ -88,14 +88,14 @@ def refuse_other_schema(
         is_empty = facts is not None and (facts.nulls == data.num_rows or facts.dtype == "null")
         if facts is not None and not is_empty and not (_fits(kind, dtype, facts) or takes_column(name, facts)):
             raise DataError(
-                f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; of {of} it holds"
-                f" {_described(kind, dtype)}. Both must be of one type: convert the one, or ingest both the same way."
+                f"Column {name!r} of {where} holds {_described(facts.kind, facts.dtype)}; in {of} it holds"
+                f" {_described(kind, dtype)}. Both must have one type: convert one, or ingest both the same way."
             )
     for name, digest in schema.get("ids", {}).items():
         if name in data.columns and data.columns[name].ids not in ("", digest):
             raise DataError(
-                f"The numbers in column {name!r} of {where} stand for other ids than those of {of}. Ingest both in one"
-                " go, or the one with --ids_of and the folder of the other."
+                f"The numbers in column {name!r} of {where} stand for other ids than the numbers in {of}. Ingest both"
+                " together, or one with --ids_of and the folder of the other."
             )
     refuse_other_names(schema.get("classes"), data.classes, where, of)
 
@@ -112,9 +112,10 @@ def refuse_other_names(trained: Sequence[str] | None, classes: Sequence[str] | N
         return
     trained_name = f"{other!r} in {of}" if other is not None else f"none in {of}"
     raise DataError(
-        f"Class {number} is {one!r} in {where} and {trained_name}: they have the classes {join_names(classes)} and"
-        f" {join_names(trained)}. Classes agree by name, never by number alone. Ingest both together (eval_fraction),"
-        f" or from sources with the same labels{_describe_classes_option(trained, classes, where, of)}."
+        f"Class {number} is {one!r} in {where} and {trained_name}: the classes are {join_names(classes)} and"
+        f" {join_names(trained)}. Classes are matched by name, never only by number. Ingest both together"
+        " (eval_fraction), or from sources with the same"
+        f" labels{_describe_classes_option(trained, classes, where, of)}."
     )
 
 

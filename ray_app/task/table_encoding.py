@@ -79,7 +79,7 @@ def standardize(encoding: Encoding, inputs: npt.NDArray[Any]) -> npt.NDArray[Any
         return inputs
     if inputs.shape[1] != len(encoding["mean"]):
         raise ValueError(
-            f"the rows have {inputs.shape[1]} inputs where {len(encoding['mean'])} are expected; give a row that has an"
+            f"the rows have {inputs.shape[1]} inputs, but {len(encoding['mean'])} are expected; pass a row with an"
             " array as a list of one dictionary"
         )
     inputs = (inputs - np.array(encoding["mean"])) / np.array(encoding["std"])
@@ -99,7 +99,7 @@ def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, np
     if other := [name for name in counts if counts[name] != count]:
         raise ValueError(
             f"the columns have different numbers of rows: {next(iter(counts))!r} {count}, {other[0]!r}"
-            f" {counts[other[0]]}; give each column one value for each row"
+            f" {counts[other[0]]}; each column needs one value per row"
         )
     try:
         fields = encode_rows(encoding, columns)
@@ -155,10 +155,10 @@ def describe_other_values(column: Mapping[str, Any], counts: Mapping[str | None,
         return None
     named = ", ".join(repr(value) for value in sorted(others)[:_MAX_NAMED])
     more = f" and {len(others) - _MAX_NAMED} more" if len(others) > _MAX_NAMED else ""
-    lacks = "lacks or has seldom" if column.get("has_rare") else "lacks"
+    lacks = "lacks or rarely has" if column.get("has_rare") else "lacks"
     return (
         f"{sum(counts[value] for value in others):,} of {rows} have values of {column['name']!r} that the training data"
-        f" {lacks} ({named}{more}): they count as one category, other."
+        f" {lacks} ({named}{more}): they are treated as one category, other."
     )
 
 
@@ -242,7 +242,7 @@ def to_floats(values: Any) -> npt.NDArray[Any]:
     if array.dtype.kind == "m":
         array = array / np.timedelta64(1, "s")
     if array.dtype.kind not in "fiub":
-        raise ValueError(f"it holds {array.dtype}, and not numbers")
+        raise ValueError(f"the column holds {array.dtype} instead of numbers")
     return array
 
 

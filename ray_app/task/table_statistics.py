@@ -127,9 +127,7 @@ def fit_encoding(settings: TableSettings, data: DataFacts) -> tuple[dict[str, An
         encoding |= {name: [value for one in statistics for value in getattr(one, name)] for name in ("mean", "std")}
         encoding |= {"limit": LIMIT} if settings.standardize is None else {}
     elif settings.standardize:
-        raise ConfigError(
-            "task.init_args.standardize has no column of numbers to standardize; leave it out, or name such columns."
-        )
+        raise ConfigError("task.init_args.standardize names no column of numbers; leave it out, or name such columns.")
     if settings.has_knots:
         encoding["knots"] = [ends for one in statistics for ends in one.knots]
     if settings.target is not None and settings.standardize is not False:
@@ -147,7 +145,7 @@ def _id_reason(settings: TableSettings, data: DataFacts, fitted: _FittedColumn) 
     counts_up = values.min() in range(11) and values.max() < 2 * len(values) + values.min()
     if not (counts_up or _ID_NAME.fullmatch(name)) or len(np.unique(values)) < len(values):
         return None
-    return "integer, another number in each row, which identifies it; task.init_args.features can name it"
+    return "integer, different in each row, which identifies it; task.init_args.features can name it"
 
 
 def _named_columns(settings: TableSettings) -> dict[str, Collection[str]]:
@@ -181,7 +179,7 @@ def _check_settings(settings: TableSettings, data: DataFacts) -> None:
             raise ConfigError(f"task.init_args.dates.{name} is {parts!r}; allowed are some of {', '.join(PARTS)}.")
     if both := sorted(set(named["categories"]) & {*settings.dates, *settings.log, *named["standardize"]}):
         raise ConfigError(
-            f"task.init_args.categories names {both[0]!r}, and so does dates, log or standardize; name it once."
+            f"task.init_args.categories names {both[0]!r}, but so does dates, log or standardize; name the column once."
         )
 
 
@@ -195,14 +193,14 @@ def _check_kinds(settings: TableSettings, kinds: dict[str, str]) -> None:
         if wrong := [name for name in names if kinds.get(name) not in allowed]:
             use = kinds.get(wrong[0], "no feature")
             raise ConfigError(
-                f"task.init_args.{setting} names {wrong[0]!r}, which is used as {use}; allowed are columns"
-                f" that are used as {' or '.join(allowed)}. Leave it out."
+                f"task.init_args.{setting} names {wrong[0]!r}, which is used as {use}; allowed are columns that are"
+                f" used as {' or '.join(allowed)}. Remove it."
             )
     for name, method in settings.missing.items():
         if method == "category" and kinds.get(name) in ("number", "date"):
             raise ConfigError(
-                f"task.init_args.missing.{name} is 'category', but the column is used as {kinds[name]}; name it in"
-                " task.init_args.categories, or use mean, median, indicator or {constant: VALUE}."
+                f"task.init_args.missing.{name} is 'category', but the column is used as {kinds[name]}; name the column"
+                " in task.init_args.categories, or use mean, median, indicator or {constant: VALUE}."
             )
 
 
@@ -212,8 +210,8 @@ def _choose_columns(settings: TableSettings, data: DataFacts) -> tuple[dict[str,
     no_features = {*settings.targets, ROW_ID, *data.index_columns}
     if taken := [name for name in settings.features or () if name in settings.targets]:
         raise ConfigError(
-            f"task.init_args.features names {taken[0]!r}, which is the label or the weight of a row; a prediction does"
-            " not have it. Leave it out."
+            f"task.init_args.features names {taken[0]!r}, which is the label or the weight of a row; it is missing in a"
+            " prediction. Remove it."
         )
     names = settings.features if settings.features is not None else sorted(set(data.columns) - no_features)
     if settings.features is None:
@@ -264,8 +262,8 @@ def _count_categories(
         values, present = len(counts) - (None in counts), counts.total() - counts[None]
         if values > MAX_CATEGORIES and not is_auto:
             raise DataError(
-                f"Column {name!r} of {data.path} has more than {MAX_CATEGORIES} different values; as many categories"
-                " are allowed. Leave it out of task.init_args.features and categories."
+                f"Column {name!r} of {data.path} has more than {MAX_CATEGORIES} different values, the maximum of"
+                " categories. Remove it from task.init_args.features and categories."
             )
         if not is_auto:
             continue
@@ -340,8 +338,8 @@ def _fit_numbers(settings: TableSettings, data: DataFacts, name: str, kind: str)
     if kind == "number":
         if name in settings.log and facts.minimum is not None and facts.minimum <= -1:
             raise DataError(
-                f"Column {name!r} of {data.path} holds {facts.minimum:g}; ln(1 + value) needs values above -1. Leave it"
-                " out of task.init_args.log."
+                f"Column {name!r} of {data.path} holds {facts.minimum:g}; ln(1 + value) needs values above -1. Remove"
+                " it from task.init_args.log."
             )
         column["log"] = name in settings.log
     # An array never has a missing value: its row is a bad row then.
@@ -374,8 +372,8 @@ def _fill_value(data: DataFacts, name: str, method: str, present: npt.NDArray[np
     """Returns the median, or for other methods the mean, of values; raises DataError if there are none."""
     if not len(present):
         raise DataError(
-            f"Column {name!r} of {data.path} has missing values only, and so no {method}. Leave it out of"
-            " task.init_args.features, or give {constant: VALUE}."
+            f"Column {name!r} of {data.path} has only missing values, and so no {method}. Remove it from"
+            " task.init_args.features, or set {constant: VALUE}."
         )
     if method == "median":
         # The mean of the two middle numbers must not overflow.
@@ -385,8 +383,8 @@ def _fill_value(data: DataFacts, name: str, method: str, present: npt.NDArray[np
         mean = float(np.mean(present))
     if not math.isfinite(mean):
         raise DataError(
-            f"Column {name!r} of {data.path} has values whose sum is too large for a float64. Correct them, or set"
-            f" task.init_args.missing.{name} to median or {{constant: VALUE}}."
+            f"Column {name!r} of {data.path} has values with a sum that is too large for a float64. Correct them, or"
+            f" set task.init_args.missing.{name} to median or {{constant: VALUE}}."
         )
     return mean
 
@@ -445,11 +443,11 @@ def _numbers(
         try:
             numbers = to_numbers(rows[name]).astype(np.float64)
         except ValueError as error:
-            raise DataError(f"Column {name!r} of {data.path}: {error}. Correct it, or leave it out.") from error
+            raise DataError(f"Column {name!r} of {data.path}: {error}. Correct or remove it.") from error
         if np.isinf(numbers).any():
             raise DataError(
-                f"Column {name!r} of {data.path} has infinite values, and so no statistics. Correct them, or leave it"
-                " out of task.init_args.features."
+                f"Column {name!r} of {data.path} has infinite values, and so no statistics. Correct them, or remove it"
+                " from task.init_args.features."
             )
         yield numbers
 

@@ -131,7 +131,7 @@ class TabularTask(Task):
 
     def columns(self) -> list[str]:
         """Returns the columns to read, see `Task.columns`."""
-        assert self.features is not None, "prepare() comes first"
+        assert self.features is not None, "prepare() must be called first"
         fitted = self.fitted or {"columns": []}
         optional = {c["name"] for c in fitted["columns"] if c["fill"] is not None or c.get("own_class")}
         return [*(OptionalColumn(name) if name in optional else name for name in self.features), *self.targets()]
@@ -171,7 +171,7 @@ class TabularTask(Task):
 
     def decode(self, rows: Rows) -> dict[str, npt.NDArray]:
         """Decodes rows into `features` (rows, inputs) float32, `categories` (rows, columns) and `label` (rows,)."""
-        assert self.features is not None, "prepare() comes first"
+        assert self.features is not None, "prepare() must be called first"
         fields = encode_rows(self.fitted or plain_encoding(self.features, self.scale), rows)
         stored = rows[self.label]
         if isinstance(stored, np.ndarray):

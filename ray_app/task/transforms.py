@@ -135,7 +135,7 @@ def instantiate(spec: Any, field: str) -> Any:
     if "class_path" not in spec:
         return {name: instantiate(value, field) for name, value in spec.items()}
     if unknown := sorted(spec.keys() - {"class_path", "init_args"}):
-        raise ConfigError(f"{field} has {', '.join(unknown)} beside class_path; its arguments belong below init_args.")
+        raise ConfigError(f"{field} has {', '.join(unknown)} next to class_path; arguments belong in init_args.")
     try:
         factory = load_class(spec["class_path"])
     except (ImportError, AttributeError) as error:

@@ -66,7 +66,7 @@ def describe_error(error: BaseException) -> str:
     """
     message = remove_addresses(f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0])
     if _ON_DEVICE in message:
-        message += " (a GPU reports errors late, possibly those of earlier calls: CUDA_LAUNCH_BLOCKING=1 shows where)"
+        message += " (a GPU reports errors late, possibly from earlier calls: CUDA_LAUNCH_BLOCKING=1 shows where)"
     if not (frames := _user_frames(error)):
         return message
     last = frames[-1]

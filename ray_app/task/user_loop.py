@@ -79,7 +79,7 @@ class Loop:
         """
         if self._kept is not None:
             raise RuntimeError(
-                "loop.keep was called twice; one optimizer, and one schedule with it, is kept, before the first step"
+                "loop.keep was called twice; call it once, before the first step, with one optimizer and one schedule"
             )
         self._kept = optimizer, schedule
 
@@ -119,7 +119,7 @@ class LoopStep:
             self._losses = None
             yield loop._rows
             if self._losses is None:
-                raise RuntimeError("the loop went on without step.add(loss) for the rows that it had")
+                raise RuntimeError("the loop continued without step.add(loss) for its rows")
             request = loop._wait(self._losses)
             if request is _Signal.END:
                 raise _EndedError
@@ -133,7 +133,7 @@ class LoopStep:
             metrics: Further metrics of the step by name, as means over the rows or as one value per row.
         """
         if self._loop._rows is None or self._losses is not None:
-            raise RuntimeError("step.add was called twice for the same rows, or without any; add losses up before it")
+            raise RuntimeError("step.add was called twice for the same rows, or without rows; add losses up before it")
         rows = count_rows(self._loop._rows)
         losses = loss if isinstance(loss, Losses) else Losses(_per_row("loss", loss, rows))
         more = {name: _per_row(name, value, rows).detach().to(losses.values) for name, value in metrics.items()}
@@ -203,8 +203,7 @@ class Running:
             )
         if schedule is not None and schedule.last_epoch != schedule_step:
             raise RuntimeError(
-                "the script moved the schedule that it keeps, which is moved after every step anyway; leave"
-                " schedule.step out"
+                "the script advanced the kept schedule, which advances after every step anyway; remove schedule.step"
             )
 
     def end(self) -> None:
@@ -232,9 +231,7 @@ def _ended_early(how: str) -> RuntimeError:
     return RuntimeError(f"the script {how}; its loop ends by itself after the last step of the run")
 
 
-_NO_COMPILE = (
-    "train.compile compiles the model that a task is given; compile the model in the script, and leave it out."
-)
+_NO_COMPILE = "train.compile compiles the model of a task; compile the model in the script, and leave it out."
 _LOOP_STRATEGIES = list_strategies(lambda traits: traits.can_run_user_loops)
 _RUNNING: dict[nn.Module, Running] = {}
 """The running loops of this process by the model that they train."""
@@ -300,13 +297,13 @@ class LoopTask(BatchTask):
         """Returns a problem for each setting that conflicts with the optimizer or the model of the script."""
         has_default = config.optimizer in (type(config).optimizer, OptimizerSpec(TASK_OPTIMIZER))
         problems = {
-            "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out.": (
+            "The script creates its optimizer (loop.keep); leave optimizer and optimizers out.": (
                 config.optimizers is not None or not has_default
             ),
-            f"train.strategy is {config.train.strategy}, which needs more of a model's than the script's loop leaves"
-            f" it; use {_LOOP_STRATEGIES}.": not config.train.strategy_traits.can_run_user_loops,
+            f"train.strategy is {config.train.strategy}, which needs control over steps that belong to the script's"
+            f" loop; use {_LOOP_STRATEGIES}.": not config.train.strategy_traits.can_run_user_loops,
             _NO_COMPILE: config.train.compile,
-            "train.capture needs each step to do the same, and a script may do something else in each; leave it out.": (
+            "train.capture needs identical steps, but the steps of a script may differ; leave it out.": (
                 config.train.capture
             ),
         }
@@ -342,9 +339,8 @@ class LoopTask(BatchTask):
         """Lets the script update the parameters."""
         if model not in _RUNNING:
             raise ConfigError(
-                f"The script makes its optimizer, and the configuration has a {type(optimizer).__name__}, or"
-                " train.strategy keeps a model of its own to be moved. Leave optimizer out, and use"
-                f" {_LOOP_STRATEGIES}."
+                f"The script creates its optimizer, but the configuration has a {type(optimizer).__name__}, or"
+                f" train.strategy updates another copy of the model. Leave optimizer out, and use {_LOOP_STRATEGIES}."
             )
         _RUNNING[model].update()
 
@@ -357,8 +353,8 @@ class LoopTask(BatchTask):
         """Returns what the script's `evaluate` computes of a batch; raises ConfigError if that has no loss."""
         if self.evaluate is None:
             raise ConfigError(
-                "data.eval_path is given, and task.init_args.evaluate is not; name the script's function, or leave it"
-                " out."
+                "data.eval_path is set, but task.init_args.evaluate is not; name the script's function, or leave"
+                " data.eval_path out."
             )
         from torchmetrics import Metric
 
@@ -369,6 +365,6 @@ class LoopTask(BatchTask):
         means = {name: as_mean(name, value) for name, value in returned.items() if name not in metrics}
         if "loss" not in means:
             raise ConfigError(
-                f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return it, too."
+                f"{self.evaluate} returned {', '.join(returned) or 'nothing'}, without loss; return the loss as well."
             )
         return Evaluated(means.pop("loss"), means, take_metrics(metrics))

@@ -73,8 +73,7 @@ class BatchTask(ModuleTask):
         columns = list(batch.values() if isinstance(batch, dict) else batch)
         if not columns or (target is not None and target not in columns):
             raise ConfigError(
-                f"The columns of a batch are {columns}; name those of which it is made, and among them the target,"
-                f" {target}."
+                f"The columns of a batch are {columns}; name its columns, including the target, {target}."
             )
         inputs: list[str] | dict[str, str] = [v for v in columns if v != target]
         if isinstance(batch, dict):
@@ -105,8 +104,7 @@ class BatchTask(ModuleTask):
         """Returns the mean loss of an evaluated batch for each row, with an equal share of its weight."""
         if not isinstance(outputs, Evaluated):
             raise ConfigError(
-                f"A {type(self).__name__} is evaluated with its model at hand; of a packaged one there are only the"
-                " outputs."
+                f"A {type(self).__name__} is evaluated with its model, but a packaged model has only outputs."
             )
         rows = count_rows(batch)
         if outputs.weight is None:
@@ -142,8 +140,8 @@ def as_mean(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor | float | int) or torch.as_tensor(value).numel() != 1:
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise ValueError(
-            f"{name!r} is a {type(value).__name__}{shape}; give one number, the mean over the rows of this batch, or a"
-            " torchmetrics object"
+            f"{name!r} is a {type(value).__name__}{shape}; return one number, the mean over the rows of this batch, or"
+            " a torchmetrics object"
         )
     return torch.as_tensor(value).reshape(())
 

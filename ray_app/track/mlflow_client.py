@@ -330,7 +330,7 @@ class MlflowRun:
 
         parent_id, run_id = self._open_run.parent_id, self._open_run.run_id
         if run_id is not None and not self._is_active(run_id):
-            logger.warning("MLFLOW_RUN_ID is %s, which MLflow at %s does not have.", run_id, redact(self._uri))
+            logger.warning("MLFLOW_RUN_ID is %s, but MLflow at %s does not have this run.", run_id, redact(self._uri))
         elif run_id is not None:
             if _UUID_TAG not in self._client.get_run(run_id).data.tags:
                 for name, value in tags.items():
@@ -480,9 +480,9 @@ def sqlite_file(uri: str) -> str:
     file, _, options = uri.partition(":///")[2].partition("?")
     if re.search("%[0-9a-fA-F]{2}", file) or (options and ("=" not in options or "/" in options)):
         raise ConfigError(
-            f"tracking.uri is {redact(uri)!r}; the path of a SQLite file must have no ? and no % before two digits,"
-            " which MLflow reads in another way. Set it to another file (sqlite:////folder/mlflow.db), with blanks as"
-            " they are; without it the file is in run.storage_path."
+            f"tracking.uri is {redact(uri)!r}; the path of a SQLite file must not have ? or % before two digits, which"
+            " MLflow interprets. Set it to another file (sqlite:////folder/mlflow.db), with literal blanks; by default,"
+            " the file is in run.storage_path."
         )
     return "" if file == ":memory:" else file
 

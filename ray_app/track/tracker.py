@@ -122,7 +122,7 @@ class _Sender(ABC):
                     self._is_complete = True
                     break
                 if self._last_error is not None:
-                    logger.warning("%s gets the record again.", self.place)
+                    logger.warning("%s accepts the record again.", self.place)
                 self._last_error = None
                 pause_s = min(poll_pause_s(self.poll_s, self.busy_s), self.longest_pause_s)
             except Exception as error:
@@ -135,7 +135,7 @@ class _Sender(ABC):
         """Logs the first of several errors in a row."""
         if self._last_error is None:
             logger.warning(
-                "%s does not get the record for now; training goes on and it is sent later: %s",
+                "%s does not accept the record now; training continues, and the record is sent later: %s",
                 self.place,
                 _first_line(error),
             )
@@ -231,7 +231,7 @@ class Tracker(_Sender):
         run_id = self._mlflow.open(old_run_id, cursor.run_uuid, self._paths.root, self._start_ms)
         if run_id != old_run_id:
             if old_run_id is not None:
-                logger.warning("%s has no run %s (any more): the record goes to a new one.", self.place, old_run_id)
+                logger.warning("%s lacks the run %s: the record goes to a new one.", self.place, old_run_id)
                 cursor.forget()
                 self._backlog.rewind()
             cursor.run_id = run_id
@@ -259,9 +259,9 @@ class Tracker(_Sender):
         if steps:
             missing.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"{self.place} did not take everything within {timeout_s:g} s. Its run"
-            f" {cursor.run_id or '(not created)'} may"
-            f" lack {'; '.join(missing)}. All of it is in {self._paths.root}; send it with\n  ray-app track --replay"
+            f"{self.place} did not accept the whole record within {timeout_s:g} s. Its run"
+            f" {cursor.run_id or '(not created)'} may lack {'; '.join(missing)}. The whole record is in"
+            f" {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
             f" {self._last_error or 'none, it was still being sent'}"
         )
@@ -282,19 +282,19 @@ def check_available(config: Config) -> None:
     name = "tracking.uri" if config.tracking.uri or not os.environ.get("MLFLOW_TRACKING_URI") else "MLFLOW_TRACKING_URI"
     subject = f"{name} is {redact(uri)!r}"
     valid = (
-        "it must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
+        "the URI must be an MLflow server (http://host:5000, https://...) or a database (sqlite:////folder/mlflow.db,"
         " postgresql, mysql, mssql)."
     )
     if scheme not in ("http", "https", *_DATABASES):
         raise ConfigError(
-            f"{subject}; {valid} (In a folder, where MLflow itself writes no more, a point that is sent twice would be"
-            " there twice.) Without it a SQLite file in run.storage_path is used. tracking.uri has precedence over"
+            f"{subject}; {valid} (In a folder, which MLflow no longer supports, a point that is sent twice would be"
+            " stored twice.) The default is a SQLite file in run.storage_path. tracking.uri takes precedence over"
             " MLFLOW_TRACKING_URI, and tracking.enabled: false records nothing in MLflow."
         )
     if (scheme == "sqlite" and not sqlite_file(uri)) or (scheme.startswith("http") and not host):
         raise ConfigError(f"{subject}, which names no {'file' if scheme == 'sqlite' else 'host'}; {valid}")
     if scheme in _DATABASES and importlib.util.find_spec("sqlalchemy") is None:
-        raise ConfigError(f"{subject}, which needs the whole of MLflow, not mlflow-skinny: pip install mlflow.")
+        raise ConfigError(f"{subject}, which needs the complete mlflow, not mlflow-skinny: pip install mlflow.")
 
 
 def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:

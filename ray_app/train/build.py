@@ -143,7 +143,7 @@ def load_reducer(path: str) -> Callable[[nn.Module, World], GradientReducer]:
     if not (isinstance(reducer, type) and issubclass(reducer, GradientReducer)):
         raise ConfigError(
             f"train.reducer is {path}, which is not a subclass of ray_app.reduction.reducer.GradientReducer. Derive it"
-            " from that."
+            " from that class."
         )
     if missing := sorted(reducer.__abstractmethods__):
         raise ConfigError(f"train.reducer is {path}, which lacks {', '.join(missing)}. Add these methods.")

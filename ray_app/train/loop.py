@@ -409,13 +409,13 @@ class _Worker:
         """
         current_flags = self._membership.flags()
         if self._state.step == NO_STATE:
-            raise PreemptedError("This worker has to leave its node before it got a state to train.")
+            raise PreemptedError("This worker has to leave its node before it has received a state.")
         if has_to_save_on_exit(flags, current_flags, self._rank):
             cursor = Cursor.at(self._state.step, self._job.plan.steps_per_epoch)
             self._step_log.checkpoint(cursor, "extra", alone=True)
         if (flags | current_flags) & Flags.SAVE:
             raise PreemptedError(
-                f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was made."
+                f"All workers have to leave their nodes after step {self._state.step}; a checkpoint was written."
             )
 
     def _enter(self, phase: Phase) -> None:

@@ -167,7 +167,7 @@ class ProcessGroup:
         try:
             listeners = {(host, port) for entry in published for host, port in json.loads(entry)}
         except (ValueError, TypeError) as error:
-            raise ForgedMessageError(f"no worker has written what the store has on its ports: {error}") from error
+            raise ForgedMessageError(f"no worker has published the ports of its store: {error}") from error
         addresses = {self._store_address, *listeners}
         return [(number, identity) for number, identity in new_sockets if addresses.intersection(ends[number])]
 
@@ -328,7 +328,7 @@ def describe_failed_forms(error: str) -> str:
     """Returns the message for a run in which NCCL fails to connect the workers, the last time with this error."""
     interface = os.environ.get("NCCL_SOCKET_IFNAME", "not set")
     return (
-        "NCCL has failed twice to connect the workers, although none of them was lost. The usual causes are"
+        "NCCL has failed twice to connect the workers, although no worker was lost. The usual causes are"
         f" {_SHARED_MEMORY.format(_free_shared_memory() >> 20)}, a network interface that does not reach other nodes"
         f" (NCCL_SOCKET_IFNAME is {interface}), and a missing InfiniBand device (NCCL_IB_DISABLE=1 uses TCP instead) or"
         f" a blocked port. NCCL's warnings are in the output of the workers. The last error: {error}"

@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 METRICS = {
     "steps": "Finished steps of the run",
-    "rows_per_second": "Rows per second that it trains on",
-    "workers": "Workers that step",
+    "rows_per_second": "Training rows per second",
+    "workers": "Workers that train",
     "goodput": "Rows that counted x undisturbed time per row / time since the first step of this start",
     "restarts": "Disturbances in all starts, by cause",
-    "sdc_detections": "Workers that were found to compute wrongly, in all starts",
+    "sdc_detections": "Workers that computed wrongly, in all starts",
     "evaluator_lag_seconds": "Age of the oldest checkpoint that waits for its evaluation",
 }
 """Description of each metric, by its name without the prefix `ray_app_`."""
@@ -59,7 +59,7 @@ class RunMetrics:
 
     def _disable(self, error: Exception) -> None:
         self._gauges = {}
-        logger.warning("Ray takes no metrics of the run: %s: %s", type(error).__name__, error)
+        logger.warning("Ray does not accept metrics of the run: %s: %s", type(error).__name__, error)
 
 
 class Speed:

@@ -114,7 +114,7 @@ class Observers:
             if not self._has_skipped_old:
                 events = [event for event in events if event.time_s > self._began_s]
         except Exception as error:
-            logger.warning("The record could not be read for observers, will try again: %s", error)
+            logger.warning("The record could not be read for observers, trying again: %s", error)
             return
         self._has_skipped_old = True
         for record in records:
@@ -167,7 +167,7 @@ class Webhook(Observer):
     def __init__(self, url: str | None = None) -> None:
         self.url, self.run = url or os.environ.get("RAY_APP_WEBHOOK_URL", ""), ""
         if not self.url:
-            raise ConfigError("ray_app.Webhook has no address: give it its url, or set RAY_APP_WEBHOOK_URL.")
+            raise ConfigError("ray_app.Webhook has no address: pass url, or set RAY_APP_WEBHOOK_URL.")
 
     def post(self, text: str) -> None:
         """Sends a line, after the name of the run; raises OSError if the address does not accept it."""

@@ -163,7 +163,7 @@ class SafeConsole:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            logger.warning("The console fails, the run goes on: %s: %s", type(error).__name__, error)
+            logger.warning("The console fails, but the run continues: %s: %s", type(error).__name__, error)
 
     def _report_failure(self) -> None:
         stream = self.console.file
@@ -300,7 +300,7 @@ class RunConsole:
             pending = self._list_pending()
         except OSError as error:
             # An outage of the storage may pass.
-            logger.warning("The record could not be read, will try again: %s", error)
+            logger.warning("The record could not be read, trying again: %s", error)
             return
         finally:
             interval_s = max(1.0, poll_interval_s(self._job.paths.root))
@@ -368,9 +368,9 @@ def describe_best(summary: dict[str, Any], metric: str) -> str | None:
         return f"{best['metric']} {best['value']:.4f} at step {best['step']}"
     if not evaluations:
         return None
-    consequence = "the newest checkpoint is taken where one is asked for"
+    consequence = "the newest checkpoint is used instead"
     if best:
-        consequence = f"step {best['step']}, the first evaluated, is kept as the result"
+        consequence = f"step {best['step']}, the first evaluated one, is kept as the result"
     return (
         f"unknown: {metric} is not a number in any of {evaluations} evaluations; {consequence}. Let evaluate.metric"
         " name another metric."

@@ -154,7 +154,7 @@ def test_a_frame_that_is_too_long_is_refused_before_memory_is_allocated(echo: Ec
         with pytest.raises(ValueError, match="a frame of"):
             receive_frame(right)
         left.close()
-        with pytest.raises(ConnectionResetError, match="the other end is gone"):
+        with pytest.raises(ConnectionResetError, match="the other end has closed"):
             receive_frame(right)
 
 

@@ -136,4 +136,4 @@ def test_a_program_with_the_name_of_a_library_is_named(tmp_path: Path, text: str
     command = [sys.executable, str(program)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROCESS_S, check=False)
     assert ended.returncode == 1
-    assert f"ImportError: {program} is imported in the place of a library" in ended.stderr
+    assert f"ImportError: {program} hides a library" in ended.stderr

@@ -86,7 +86,7 @@ def test_the_visible_devices_of_rocm_have_a_variable_of_their_own(
 @pytest.mark.parametrize("assigned", ["MIG-c", "GPU-c3", "7"])
 def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch, assigned: str) -> None:
     see_devices(monkeypatch, "CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b", 2)
-    with pytest.raises(ConfigError, match=f"the GPU {assigned}, which is none of the 2 .*VISIBLE_DEVICES is MIG-a,MIG"):
+    with pytest.raises(ConfigError, match=f"the GPU {assigned}, but the process sees 2 .*VISIBLE_DEVICES is MIG-a,MIG"):
         assigned_device([assigned])
 
 

@@ -219,7 +219,7 @@ def test_a_folder_that_a_stranger_has_made_first_is_not_used(
 ) -> None:
     _as_user(STRANGER, lambda: prepare(shared_tmp / f"ray_app-{VICTIM}"))
     message = _as_user(VICTIM, private_folder)
-    assert message.startswith("PermissionError: [Errno 1] it belongs to another user (uid 12346); set TMPDIR to")
+    assert message.startswith("PermissionError: [Errno 1] the owner is another user (uid 12346); set TMPDIR to")
 
     def use() -> str:
         folder = RunPaths(ObjectPath.parse("s3://bucket/run")).ray_storage(3)
@@ -229,7 +229,9 @@ def test_a_folder_that_a_stranger_has_made_first_is_not_used(
     assert _as_user(VICTIM, use) == "False 700", "the run is lost, or goes to a folder of the stranger"
 
 
-@pytest.mark.parametrize(("mode", "problem"), [(0o770, "others can"), (0o702, "others can"), (None, "is a link")])
+@pytest.mark.parametrize(
+    ("mode", "problem"), [(0o770, "other users can"), (0o702, "other users can"), (None, "is not a folder")]
+)
 def test_a_private_folder_is_private(shared_tmp: Path, mode: int | None, problem: str) -> None:
     folder = private_folder()
     folder.chmod(0o755)
@@ -240,5 +242,5 @@ def test_a_private_folder_is_private(shared_tmp: Path, mode: int | None, problem
         folder.symlink_to(shared_tmp / "elsewhere")
     else:
         folder.chmod(mode)
-    with pytest.raises(PermissionError, match=f"{problem}.*set TMPDIR to a folder of your own"):
+    with pytest.raises(PermissionError, match=f"{problem}.*set TMPDIR to your own folder"):
         private_folder()

@@ -90,7 +90,7 @@ def test_only_the_named_errors_are_retried(clock: Clock, caplog: pytest.LogCaptu
     with pytest.raises(LookupError, match="gone"):
         Retry(1.0, attempts=9).call(make_failing(OSError("503"), OSError("404")), OSError, "The write", refuse)
     assert [str(error) for error in refused_errors] == ["503", "404"]
-    assert caplog.messages == ["The write: attempt 1 of 9 failed, will try again in 1.0 s: OSError: 503"]
+    assert caplog.messages == ["The write: attempt 1 of 9 failed, next try in 1.0 s: OSError: 503"]
 
 
 def test_the_last_failure_is_logged_as_such(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,24 @@ PHRASES = {
     r"\btells? of\b|\btold of\b": "reports",
     r"\bis no (run|file|folder|number|mapping|list|name|field|class|image|mean|row|column|task)\b": "is not a ...",
 }
+# Patterns that are not plain English, in what a user reads: pages, messages, and the help of options.
+PLAIN_PHRASES = {
+    r"\b[Tt](hat|hose) of\b": "name the noun again, or use a genitive",
+    r"\bbeside\b": "next to, in addition to",
+    r"\banew\b": "again",
+    r"\ban own\b": "a custom, a separate, its own",
+    r", too\b(?! (few|many|much|long|large|small|short))": "also",
+    r"\bgo(es)? (before|with)\b": "overrides, fits",
+    r"\b(go(es|ing)?|went) on\b": "continue",
+    r"\b(the|same|no|its|their) bits\b": "result, bit-identical",
+    r"(?<![Tt]here )\b(is|are) no (?!longer|more|fewer|less|other|such)[a-z]": "is not a, has no",
+    r"(^|[.;] )Where\b[^?.]*,": "if",
+    r"\btakes? (no|only|any|it|them|what|arrays|columns) ": "accepts, uses",
+    r"\b(is|are) gone\b|\bthere already\b|\bis there\.": "is missing, has ended, exists",
+    r"\bin (vain|spite of|the place of)\b|\bat hand\b|\bfor want of\b|\bby way of\b": "despite, instead of, without",
+}
+MESSAGE_PHRASES = {r"^(It|They|Its|Their)\b": "begin with the noun"}
+"""Patterns of messages alone."""
 ANY_PHRASE = re.compile("|".join(f"(?:{phrase})" for phrase in PHRASES))
 EXCEPTIONS: dict[str, str] = {"ray_app/retrain/gate.py: least_drop": "a key of the audit record"}
 """Names and phrases that are allowed, as `FILE: NAME` or `FILE: PHRASE`, with the reason."""
@@ -148,10 +166,49 @@ def prose_of(path: Path) -> Iterator[tuple[str, int]]:
                     yield re.sub(r"`[^`]*`", "`", line.strip()), statement.lineno + offset
 
 
+def messages_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields the texts of a module that are not docstrings, with ` for what is inserted, and their lines."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.JoinedStr):
+            yield (
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "`" for part in node.values),
+                node.lineno,
+            )
+            pending += [part for part in node.values if not isinstance(part, ast.Constant)]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value, node.lineno
+        elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            pending += ast.iter_child_nodes(node)
+
+
+def help_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Yields the lines of the docstrings from which the help of options is made, with their numbers."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.ClassDef) and re.search("(Section|Options|Spec)$", node.name):
+            for offset, line in enumerate((ast.get_docstring(node) or "").splitlines()):
+                yield re.sub(r"`[^`]*`", "`", line), node.lineno + 1 + offset
+
+
+def read_by_users(path: Path) -> Iterator[tuple[str, int, dict[str, str]]]:
+    """Yields what a user reads of a page or module, with the line and the patterns that it must not have."""
+    if path.suffix == ".md":
+        yield from ((text, line, PLAIN_PHRASES) for text, line in prose_of(path))
+    elif path.is_relative_to(ROOT / "ray_app"):
+        patterns = PLAIN_PHRASES | MESSAGE_PHRASES
+        yield from ((text, line, patterns) for text, line in messages_of(path) if len(text.split()) > 2)
+        yield from ((text, line, PLAIN_PHRASES) for text, line in help_of(path))
+
+
 def problems(path: Path) -> list[str]:
     """Returns the findings in a file, each as `FILE:LINE: ...`."""
     findings = list[str]()
     relative = path.resolve().relative_to(ROOT)
+    for text, line, patterns in read_by_users(path.resolve()):
+        for pattern, better in patterns.items():
+            if (match := re.search(pattern, text)) and f"{relative}: {match[0]}" not in EXCEPTIONS:
+                findings.append(f"{relative}:{line}: {match[0]!r}; {better}")
     if path.suffix == ".py":
         for name, line in names_defined(path):
             bare = name.strip("_").lower()

@@ -57,13 +57,13 @@ GRAMMAR: dict[str, list[Any]] = {
 RARE = ("interval", "extra")
 """Most of what is drawn of these is refused."""
 ALLOWED = {
-    "which Lightning's trainer calls and nothing here does": "a hook may do anything between the trainer's calls.",
+    "which only Lightning's trainer calls": "a hook may do anything between the trainer's calls.",
     "sets automatic_optimization to False": "its calls of optimizers would not wait for the other workers.",
     "returned 2 optimizers": "several optimizers take turns in a task of one's own.",
-    "asks the trainer for": "a step may depend on its rows alone.",
-    "looks at batch_idx": "its value would depend on the workers.",
+    "asks the trainer for": "a step may depend only on its rows.",
+    "uses batch_idx": "its value would depend on the workers.",
     "returned no loss": "every row of every step counts.",
-    "moves after every step": "a schedule by epochs is refused with the remedy.",
+    "advances after every step": "a schedule by epochs is refused with the remedy.",
 }
 
 

@@ -73,7 +73,7 @@ GRAMMAR: dict[str, list[Any]] = {
 }
 RARE = ("wrap", "ignore_index", "multidim_average")
 ALLOWED = {
-    "cannot be put together from parts": "torchmetrics defines no reduction for its state.",
+    "cannot be combined from parts": "torchmetrics defines no reduction for its state.",
     "must be non-empty": "a retrieval metric itself refuses a batch of which ignore_index leaves no row.",
 }
 LOSSES = {"binary": "BCEWithLogits", "labels": "BCEWithLogits", "class": "CrossEntropy", "places": "CrossEntropy"}

@@ -182,7 +182,7 @@ class RendezvousWorld:
             w.sent_s = self.now
             self._apply_reply(w, self.actor.handle_heartbeat(w.heartbeat()))
             if w.reply.exit:
-                self._log(f"{w.name} is told to exit")
+                self._log(f"{w.name} is ordered to exit")
                 return self._die(w)
         if w.group and w.has_to_abort:
             w.group.broken = True

@@ -233,18 +233,18 @@ def _restart(state: ControllerState) -> Restart | None:
 def _drop_failed(state: ControllerState) -> Drop | None:
     if not state.errors:
         return None
-    return Drop(state.ended, "it failed, or it exited while others failed", state.errors, len(state.drained))
+    return Drop(state.ended, "the worker failed, or exited while others failed", state.errors, len(state.drained))
 
 
 def _drop_drained(state: ControllerState) -> Drop | None:
     if not 0 < len(state.drained) < len(state.workers):
         return None
-    return Drop(state.drained, "its node goes away", preempted=len(state.drained))
+    return Drop(state.drained, "its node is leaving", preempted=len(state.drained))
 
 
 def _drop_evicted(state: ControllerState) -> Drop | None:
     exited = state.exited_stragglers
-    return Drop(exited, "it was a straggler") if 0 < len(exited) < len(state.workers) else None
+    return Drop(exited, "the worker was a straggler") if 0 < len(exited) < len(state.workers) else None
 
 
 def _drop_silent(state: ControllerState) -> Drop | None:
@@ -318,7 +318,7 @@ def _evict(state: ControllerState) -> Evict | None:
         # The other workers would be too few to continue before a replacement is ready, and its capacity might be gone
         # by then.
         return None
-    effect = "another takes its place"
+    effect = "another worker replaces it"
     if not state.ready and not slowest.is_replaceable:
         # With one worker less the largest number of logical workers per worker may grow, and a step takes longer by
         # this factor.
@@ -326,7 +326,7 @@ def _evict(state: ControllerState) -> Evict | None:
         step_growth = ceil(logical_workers / (workers - 1)) / ceil(logical_workers / workers)
         if slowest.slowdown < _MIN_SPEEDUP * step_growth:
             return None
-        effect = f"without it a step takes {step_growth / slowest.slowdown:.2f} of the time"
+        effect = f"without this worker, a step takes {step_growth / slowest.slowdown:.2f} of the time"
     reason = f"{slowest.slowdown:.1f} times as slow as the others for {slowest.slow_s:.0f} s; {effect}"
     return Evict(slowest, reason)
 

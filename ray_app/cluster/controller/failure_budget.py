@@ -98,7 +98,7 @@ class FailureBudget:
         if 0 <= allowed < self._failures:
             raise BudgetSpentError(
                 f"The workers failed {self._failures} times; failure.max_failures allows {allowed}. Start the same run"
-                f" again to continue it, or raise failure.max_failures. The last time, by rank:\n{_listed(reasons)}"
+                f" again to continue it, or raise failure.max_failures. The last failure, by rank:\n{_listed(reasons)}"
             )
         return None
 
@@ -113,8 +113,8 @@ class FailureBudget:
         self._storage_failed_step = step
         if self._storage_failures >= _MAX_STORAGE_REPETITIONS:
             raise RepeatedFailureError(
-                f"The storage failed {self._storage_failures} times in a row after step {step}. The same run continues"
-                f" from its newest checkpoint once it is there again. The last time, by rank:\n{_listed(reasons)}"
+                f"The storage failed {self._storage_failures} times in a row after step {step}. Repair it, then start"
+                f" the same run again to continue. The last failure, by rank:\n{_listed(reasons)}"
             )
 
     def charge_preemption(self, workers: int, step: int, left: int) -> None:
@@ -151,8 +151,8 @@ class FailureBudget:
         self._max_repetitions = max(self._max_repetitions, max_repetitions)
         if self._repetitions == self._max_repetitions:
             raise RepeatedFailureError(
-                f"The same failure {self._repetitions} times in a row after step {step}, so starting again is"
-                f" pointless. The same run continues from its newest checkpoint once the cause is gone: {reason}"
+                f"The same failure occurred {self._repetitions} times in a row after step {step}. Remove the cause,"
+                f" then start the same run again to continue from its newest checkpoint: {reason}"
             )
 
 

@@ -31,7 +31,7 @@ _READY_TIMEOUT_S = 600.0
 _MIN_PATIENCE_S = 10.0
 """Seconds for which a start that has enough workers waits at least for the others."""
 _MAX_DEATHS = 3
-NO_CAPACITY = "there is no capacity"
+NO_CAPACITY = "the cluster has no capacity"
 """The reason for which a pending worker that got no slot was canceled."""
 DeviceKey = tuple[str, ...]
 """The id of a node, and Ray's ids of the GPUs of a worker on it."""
@@ -201,7 +201,7 @@ class PendingWorkers:
                 reasons.append(NO_CAPACITY)
                 self._cancel(pending)
             elif now > pending.ready_deadline_s:
-                reasons.append(f"it was not ready after {_READY_TIMEOUT_S:g} s")
+                reasons.append(f"the worker was not ready after {_READY_TIMEOUT_S:g} s")
                 deaths += 1
                 self._cancel(pending)
         if any_became_ready:

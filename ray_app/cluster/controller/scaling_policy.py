@@ -153,8 +153,8 @@ class ElasticPolicy(ElasticScalingPolicy):
             reserved = ray.get(ref, timeout=_COORDINATOR_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning(
-                "The autoscaling coordinator does not answer; for now the capacity is computed from the free resources"
-                " of the nodes: %s",
+                "The autoscaling coordinator does not answer; until it does, the capacity is computed from the free"
+                " resources of the nodes: %s",
                 error,
             )
             self._pause_coordinator()

@@ -73,7 +73,7 @@ class _RendezvousActor:
                 self._rendezvous.check_liveness(time.monotonic())
             # Any error is retried: without this check a frozen worker would stall the others for good.
             except Exception:
-                logger.exception("The workers could not be checked, will try again.")
+                logger.exception("The workers could not be checked, trying again.")
 
 
 def start_rendezvous(name: str, silence_s: float, step_timeout_s: float | None, min_workers: int = 1) -> Any:
@@ -149,6 +149,6 @@ class RendezvousHandle:
             return ray.get(ref, timeout=self._timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise SilentActorError(
-                f"The rendezvous has not answered for {self._timeout_s:g} s. Look at the load and the open files of the"
+                f"The rendezvous has not answered for {self._timeout_s:g} s. Check the load and the open files of the"
                 " driver's node, then start the same run again."
             ) from error

@@ -240,7 +240,7 @@ class RendezvousClient(WorkerProtocol):
                 self._receive(connection)
             # Any error is retried: without heartbeats this worker would be declared lost.
             except Exception as error:
-                logger.warning("The heartbeat was not sent, will try again: %s: %s", type(error).__name__, error)
+                logger.warning("The heartbeat was not sent, trying again: %s: %s", type(error).__name__, error)
                 self._disconnect()
                 self._closed.wait(HEARTBEAT_S)
 
@@ -299,7 +299,7 @@ class RendezvousClient(WorkerProtocol):
             # The storage may be slow, and this thread must go on to its next heartbeat.
             writer.join(_STACKS_S)
         if reply.exit:
-            logger.error("Exiting as the rendezvous demands (this worker stalls its generation, or was removed)")
+            logger.error("Exiting as ordered by the rendezvous (this worker stalls its generation, or was removed)")
             os._exit(1)
         self._abort_if_requested()
 
@@ -309,7 +309,7 @@ class RendezvousClient(WorkerProtocol):
         if group is not None and self.has_to_abort:
             group.abort()
             if group.is_stuck:
-                logger.error("Exiting: this process waits for a peer that was lost before it had connected")
+                logger.error("Exiting: this process waits for a peer that was lost before connecting")
                 os._exit(1)
 
 

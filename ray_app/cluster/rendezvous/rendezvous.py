@@ -488,7 +488,7 @@ class Rendezvous:
             for member in stalling or stepping:
                 member.exit = True
                 logger.info(
-                    "Worker %s (rank %d on %s) is told to exit: no step has finished for %.0f s; its phase is %s.",
+                    "Worker %s (rank %d on %s) is ordered to exit: no step has finished for %.0f s; its phase is %s.",
                     member.heartbeat.worker,
                     member.heartbeat.rank,
                     member.heartbeat.host,

@@ -74,7 +74,7 @@ def _decode(message_type: type[M], values: Any) -> M:
         raise ValueError(f"a {message_type.__name__} has the fields {', '.join(names)}")
     for name, of in names.items():
         if of in _TYPES and type(values[name]) not in _TYPES[of]:
-            raise ValueError(f"{name} of a {message_type.__name__} has another type than {of}: {values[name]!r}")
+            raise ValueError(f"{name} of a {message_type.__name__} is not of type {of}: {values[name]!r}")
     return message_type(**values)
 
 

@@ -77,7 +77,7 @@ class _Stored:
             dtype, shape, _ = self.read_header(file)
             row_bytes = dtype.itemsize * math.prod(shape[1:])
             if not row_bytes:
-                raise ValueError(f"rows of shape {shape[1:]} hold nothing")
+                raise ValueError(f"rows of shape {shape[1:]} are empty")
             whole_rows = shape[0] if self.is_packed else (self.file.size - file.tell()) // row_bytes
             if whole_rows < shape[0]:
                 raise EOFError(f"the file ends before row {whole_rows + 1} of {shape[0]}")
@@ -102,7 +102,7 @@ class _Stored:
                 values = np.frombuffer(data, dtype).reshape(block, *self._row_shape(shape)[1:])
                 yield _converted(values)
             if last == shape[0] and file.read(1):
-                raise ValueError(f"the file goes on after the last of {shape[0]} rows")
+                raise ValueError(f"the file continues after the last of {shape[0]} rows")
 
     def _row_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape[:1] if self.is_vector and shape[1:] == (1,) else shape
@@ -110,7 +110,7 @@ class _Stored:
     @contextmanager
     def _opened(self) -> Iterator[IO[bytes]]:
         with (
-            parser_errors(self.where, "The file is damaged or of another format; make it again."),
+            parser_errors(self.where, "The file is damaged or has another format; write it again."),
             self._open() as file,
         ):
             yield file
@@ -130,8 +130,8 @@ def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], firs
     columns, rows = math.prod(shape[1:]), last - first
     if (size := columns * rows * dtype.itemsize) > _MAX_FORTRAN_BYTES:
         raise ValueError(
-            f"{size} bytes are stored as columns first (Fortran order); allowed are {_MAX_FORTRAN_BYTES}: save"
-            " numpy.ascontiguousarray(x), or give a smaller --shard_rows"
+            f"{size} bytes are stored in Fortran order; allowed are {_MAX_FORTRAN_BYTES}: save"
+            " numpy.ascontiguousarray(x), or lower --shard_rows"
         )
     values = np.empty((columns, rows), dtype)
     for column in values:
@@ -142,7 +142,7 @@ def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], firs
         column[:] = np.frombuffer(data, dtype)
         file.seek((shape[0] - last) * dtype.itemsize, 1)
     if file.read(1):
-        raise ValueError(f"the file goes on after the last of {shape[0]} rows")
+        raise ValueError(f"the file continues after the last of {shape[0]} rows")
     return np.ascontiguousarray(values.T.reshape(rows, *shape[1:], order="F"))
 
 
@@ -166,8 +166,8 @@ def _array_part(
     counts = {array.where: layouts[column][1][0] for column, array in arrays.items()}
     if len(set(counts.values())) != 1:
         raise DataError(
-            f"arrays of different numbers of rows: {counts}. Each row needs one entry in each array; arrays to train on"
-            " and to test on are called x_train, y_train, x_test and y_test. Make them again."
+            f"arrays with different numbers of rows: {counts}. Each row needs one entry in each array; arrays for"
+            " training and testing are called x_train, y_train, x_test and y_test. Correct the arrays."
         )
     rows = next(iter(counts.values()))
     if any(array.is_packed for array in arrays.values()):
@@ -235,8 +235,8 @@ class Numpy(sources.SourceReader):
         first = next(iter(sides.values()))
         if others := [side for side in sides if sides[side].keys() != first.keys()]:
             raise DataError(
-                f"{self.path}: the arrays are {sorted(arrays)}; those of {others[0]!r} must be those to train on."
-                " Rename or remove some."
+                f"{self.path}: the arrays are {sorted(arrays)}; the arrays of {others[0]!r} need counterparts for"
+                " training. Rename or remove some."
             )
         texts = set[str]().union(*map(_label_texts, sides.values()))
         classes = sources.sort_classes(str(self.path), texts, False) if texts else None
@@ -244,8 +244,8 @@ class Numpy(sources.SourceReader):
         if len({frozenset(of_side) for of_side in columns.values()}) > 1:
             layouts = "; ".join(f"{array.where}: {array.layout()}" for s in columns.values() for array in s.values())
             raise DataError(
-                f"{self.path}: the arrays to train on and to test on differ in type or in axes: {layouts}. Save both"
-                f" alike."
+                f"{self.path}: the arrays for training and for testing differ in type or axes: {layouts}. Save both in"
+                " the same form."
             )
         return [self._part(side, of_side, classes) for side, of_side in columns.items()]
 
@@ -258,7 +258,7 @@ class Numpy(sources.SourceReader):
         columns = {_column_name(name, *array.layout()): array for name, array in stored.items()}
         if len(columns) < len(arrays):
             raise DataError(
-                f"{self.path}: of the arrays {sorted(arrays)} two would become one of {sorted(columns)}. Rename one."
+                f"{self.path}: two of {sorted(arrays)} would become one of the columns {sorted(columns)}. Rename one."
             )
         return columns
 
@@ -319,12 +319,12 @@ def _arrays_in(file: File) -> dict[str, _Stored]:
     """The arrays of a .npy or .npz file by name."""
     if file.name.endswith(".npy"):
         return {file.name[:-4]: _in_file(file, _npy_header)}
-    advice = "Expected an .npz file as numpy.savez writes it. Make it again."
+    advice = "Expected an .npz file as numpy.savez writes it. Write it again."
     with parser_errors(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
     if not members:
         raise DataError(
-            f"{file}: no array in it; expected arrays such as x and y. Make it with numpy.savez(path, x=x, y=y)."
+            f"{file}: no array in it; expected arrays such as x and y. Write it with numpy.savez(path, x=x, y=y)."
         )
     return {name[:-4]: _Stored(f"{file}:{name[:-4]}", file, _npy_header, name) for name in members}
 
@@ -341,7 +341,7 @@ def _npy_header(file: IO[bytes]) -> StoredHeader:
     is_text = dtype.kind in "US" and 0 < dtype.itemsize <= _MAX_TEXT_BYTES
     if not is_text and (dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8):
         how = {"M": "convert times to numbers", "m": "convert durations to numbers"}.get(dtype.kind, "")
-        how = "save each field as an array of its own" if dtype.names else how
+        how = "save each field as a separate array" if dtype.names else how
         raise ValueError(
             f"an array of {dtype}; allowed are bool, integers and floats of up to 64 bits, and texts (nothing is"
             f" unpickled){how and f': {how}'}"
@@ -361,8 +361,8 @@ def _note_on_classes(y: _Stored) -> str | None:
     first = next(y.blocks(0, shape[0], max(1, sources.BLOCK_BYTES // (dtype.itemsize * math.prod(shape[1:])))))
     if len(shape) == 2 and np.isin(first, (0, 1)).all() and (first.sum(axis=1, dtype=np.float64) == 1).all():
         raise DataError(
-            f"{y.where}: y has the shape {shape} and one 1 in each row, so it seems to hold classes (one-hot). To"
-            " classify save y.argmax(axis=1) as y; to keep the rows as they are, call the array target."
+            f"{y.where}: y has the shape {shape} and one 1 in each row, which looks like one-hot classes. To classify,"
+            " save y.argmax(axis=1) as y; to keep the rows, rename the array to target."
         )
     has_whole_numbers = bool(np.isfinite(first).all() and (first == np.trunc(first)).all())
     if len(shape) == 1 and has_whole_numbers and len(np.unique(first)) <= len(first) // 2:
@@ -435,20 +435,20 @@ class Idx(sources.SourceReader):
                 files.setdefault(match["set"] or "", {}).setdefault((side, match["kind"]), names[name])
         if not files:
             raise DataError(
-                f"{self.path}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and "
-                "train-labels-idx1-ubyte[.gz], and the same for t10k. Give that folder as input."
+                f"{self.path}: no IDX files; expected a folder with train-images-idx3-ubyte[.gz] and"
+                " train-labels-idx1-ubyte[.gz], and the same for t10k. Set input to that folder."
             )
         if len(files) > 1:
             raise DataError(
-                f"{self.path}: IDX files of several data sets, {sorted(files)}. Give one with its name as input, such"
-                f" as {folder / sorted(files)[-1].rstrip('-')}."
+                f"{self.path}: IDX files of several data sets, {sorted(files)}. Set input to one of them, such as"
+                f" {folder / sorted(files)[-1].rstrip('-')}."
             )
         [present] = files.values()
         for side, kind in present:
             other = (side, "labels" if kind == "images" else "images")
             if other not in present:
                 name = f"{side}-{other[1]}-idx{1 if other[1] == 'labels' else 3}-ubyte"
-                raise DataError(f"{self.path}: half a pair of IDX files: {name}[.gz] is missing. Add it.")
+                raise DataError(f"{self.path}: the IDX file {name}[.gz] is missing. Add it.")
         sides = [side for side in ("train", "t10k") if (side, "images") in present]
         return {side: [present[side, "images"], present[side, "labels"]] for side in sides}
 

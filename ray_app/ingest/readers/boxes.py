@@ -46,7 +46,7 @@ from ray_app.storage.files import Location, to_location
 from ray_app.storage.text_files import iterate_json
 
 _MAX_XML_DEPTH = 16
-_NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave segmentation out"
+_NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave the option segmentation out"
 
 
 class Coco(AnnotatedImages):
@@ -75,8 +75,8 @@ class Coco(AnnotatedImages):
         if "" in splits or any(len(group) > 1 for group in splits.values()):
             listed = sources.format_items([file.name for file in files])
             raise DataError(
-                f"{self.path}: the JSON files {listed} do not say by their names or folders which is of which data set"
-                " (train, val, test). Give one of them as input."
+                f"{self.path}: the JSON files {listed} do not show by names or folders to which data set (train, val,"
+                " test) they belong. Set input to one of them."
             )
         return {name: splits[name] for name in order_splits(splits)}
 
@@ -110,8 +110,8 @@ class Coco(AnnotatedImages):
         if folder is None and (self.options.images is None or not is_folder(folders[0])):
             first = next(name for name, _ in content.images.values())
             raise DataError(
-                f"{file}: none of its {len(content.images)} images is in any of {list(map(str, folders))}; the first"
-                f" one is called {first!r}. Name the folder of the images by images."
+                f"{file}: none of the {len(content.images)} images is in any of {list(map(str, folders))}; the first"
+                f" image is {first!r}. Name the folder of the images with images."
             )
         return {number: listing.find(folder or folders[0], name) for number, name in names.items()}
 
@@ -134,16 +134,16 @@ class _CocoFile:
         number = self._counts[key] = self._counts.get(key, 0) + 1
         where = f"{self._file}: item {number} of {key!r}"
         if not isinstance(item, dict):
-            raise DataError(f"{where} is no object. Expected a JSON file of COCO.")
+            raise DataError(f"{where} is not an object. Expected a JSON file of COCO.")
         if key == "categories":
             category = _integer(where, item, "id")
             if category in self._categories:
-                raise DataError(f"{where} has the id {category} of an earlier one. Give each category its own.")
+                raise DataError(f"{where} has the id {category} of an earlier category. Use unique ids.")
             self._categories[category] = _string(where, item, "name")
         elif key == "images":
             image_id = _integer(where, item, "id")
             if image_id in self.images:
-                raise DataError(f"{where} has the id {image_id} of an earlier one. Give each image its own.")
+                raise DataError(f"{where} has the id {image_id} of an earlier image. Use unique ids.")
             has_size = type(item.get("width")) is int and type(item.get("height")) is int
             size = (item["width"], item["height"]) if has_size else None
             self.images[image_id] = _string(where, item, "file_name"), size
@@ -185,10 +185,10 @@ class _CocoFile:
         labels = {category: label for label, category in enumerate(order, 1)}
         rows = [self._row(image_id, files.get(image_id), labels) for image_id in self.images]
         for image_id, annotation in unknown:
-            reason = f"it names the image {image_id}, which is not in 'images'"
+            reason = f"the annotation names the image {image_id}, which is not in 'images'"
             rows.append(ObjectRow(printable_name(f"annotation {annotation}"), None, reason=reason))
         crowds = sum(one[2] for objects in self._objects.values() for one in objects)
-        notes = [f"{crowds} annotations of crowds (iscrowd) are no boxes."] if crowds else []
+        notes = [f"{crowds} annotations of crowds (iscrowd) are not boxes."] if crowds else []
         if order != list(range(1, len(order) + 1)):
             notes.append(f"the categories {sources.format_items(order)} became the labels 1 to {len(order)}.")
         return Annotations(rows, tuple(self._categories[category] for category in order), tuple(notes))
@@ -250,7 +250,7 @@ class Voc(AnnotatedImages):
             return {"": [xml[stem] for stem in sorted(xml)]}
         for split, names in stems.items():
             if missing := [name for name in names if name not in xml]:
-                raise DataError(f"{self._lists[split]}: it names {missing[0]!r}, which has no XML file. Add it.")
+                raise DataError(f"{self._lists[split]}: the list names {missing[0]!r}, which has no XML file. Add it.")
         return {split: [xml[name] for name in stems[split]] for split in order_splits(stems) if stems[split]}
 
     def files(self) -> Iterator[File]:
@@ -366,8 +366,8 @@ def _listed_stems(file: File, stems: Collection[str]) -> list[str]:
     for line in lines:
         if line not in stems and line.split()[1:] in (["-1"], ["0"], ["1"]):
             raise DataError(
-                f"{file}: the line {line!r} is of a list of one class, which says for each image whether it has the"
-                " class (1, -1, or 0). Expected is one name in each line. Remove the second words to take all images."
+                f"{file}: the line {line!r} marks whether an image has one class (1, -1 or 0), but each line must have"
+                " one name. Remove the second words to use all images."
             )
     return lines
 
@@ -395,13 +395,13 @@ def _parse_xml(file: File, content: bytes) -> ElementTree.Element:
     builder, depth = ElementTree.TreeBuilder(), 0
 
     def refuse(*_: Any) -> None:
-        raise DataError(f"{file}: it declares a document type or entities, which annotations do not. Remove them.")
+        raise DataError(f"{file} declares a document type or entities, which annotations must not. Remove them.")
 
     def start(name: str, attributes: dict[str, str]) -> None:
         nonlocal depth
         depth += 1
         if depth > _MAX_XML_DEPTH:
-            raise DataError(f"{file}: elements are more than {_MAX_XML_DEPTH} deep in each other. Is it of VOC?")
+            raise DataError(f"{file}: elements are nested more than {_MAX_XML_DEPTH} deep; is the file of VOC?")
         builder.start(name, attributes)
 
     def end(name: str) -> None:

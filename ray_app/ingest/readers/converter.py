@@ -80,7 +80,7 @@ class Form:
             return ()
         order = sources.format_items(self.classes or ())
         return (
-            f"the lists of {self.label!r} became the array `target`: 1 for each class in the list, 0 for others;"
+            f"the lists of {self.label!r} became the array `target`: 1 for each class in the list, 0 for other classes;"
             f" {order}",
         )
 
@@ -122,7 +122,7 @@ class Form:
 
     @staticmethod
     def _other_type(file: File, name: str | None, kind: pa.DataType, first: object) -> DataError:
-        return DataError(f"{file}: column {name!r} holds {kind}, and {first} in the first file. Save it again.")
+        return DataError(f"{file}: column {name!r} holds {kind}, but {first} in the first file. Save it again.")
 
     def _find_faults(
         self, file: File, name: str, column: pa.Array, skipped: dict[int, str]
@@ -209,15 +209,13 @@ def make_form(
     )
     for column in kept:
         if reason := _explain_unusable(column.type, column.name == label, bool(names)):
-            raise DataError(f"{where}: {noun} {column.name!r} {reason}. Leave it out by naming the columns to keep.")
+            raise DataError(f"{where}: {noun} {column.name!r} {reason}. Name the columns to keep without it.")
     check_ragged(where, options.ragged or [], kept, label)
     is_class_list = names or (label and is_text_list(kept.field(label).type))
     lists = [column.name for column in kept if is_list(column.type) and not (column.name == label and is_class_list)]
     shapes = find_shapes(lists)
     if missing := [name for name in lists if name not in shapes]:
-        raise DataError(
-            f"{where}: {noun} {missing[0]!r} has no value at all. Leave it out by naming the columns to keep."
-        )
+        raise DataError(f"{where}: {noun} {missing[0]!r} has no value at all. Name the columns to keep without it.")
     if label and shapes.get(label, (1,)) != (1,):
         raise DataError(
             f"{where}: the label {label!r} has lists of shape {list(shapes[label])}; allowed are one number, a"
@@ -233,8 +231,8 @@ def make_form(
     form = Form(kept, shapes, label, tuple(names) if names else None, has_named_numbers, images, options.check)
     if form.has_label_lists and "target" in set(kept.names) - {label}:
         raise DataError(
-            f"{where}: the lists of {label!r} become the column 'target', and there is another column 'target'. Leave"
-            " it out by --drop, or rename it in the source."
+            f"{where}: the lists of {label!r} become the column 'target', but there is another column 'target'. Drop it"
+            " with --drop, or rename it in the source."
         )
     if label and not names and not form.has_text_label:
         classes = reader.classes_of_type(f"{where}: label {noun} {label!r}", kept.field(label).type)
@@ -258,7 +256,7 @@ def _explain_unusable(kind: pa.DataType, is_label: bool, has_class_names: bool) 
         )
     if is_label and not (is_number(kind) or is_text(kind)):
         allowed = "a ClassLabel, an integer, text, a truth value, or a list of ClassLabels or text"
-        return f"is to be the label, but holds {kind}; a label is {allowed}"
+        return f"is the label, but holds {kind}; a label must be {allowed}"
     is_time = pa.types.is_temporal(kind) and not pa.types.is_interval(kind)
     if is_number(kind) or pa.types.is_decimal(kind) or is_text(kind) or is_bytes(kind) or is_time:
         return None
@@ -358,24 +356,21 @@ def ragged_shape(column: pa.ChunkedArray | pa.Array) -> Shape | None:
 def explain_misfit(name: str, shape: Shape) -> str:
     """Returns the reason to refuse a row with a value that is not of this shape."""
     if shape == (ANY,):
-        return f"{name!r} is no list of numbers, or lacks one"
+        return f"{name!r} is not a list of numbers, or lacks one"
     if shape[0] == ANY:
         return (
-            f"{name!r} is no list of lists of shape {list(shape[1:])}, as the first that is not empty, or lacks a"
-            " number"
+            f"{name!r} is not a list of lists of shape {list(shape[1:])}, as the first non-empty one, or lacks a number"
         )
     return (
-        f"{name!r} is no list of shape {list(shape)}, as the first that is not empty; where lists may have any length,"
-        " name the column in --ragged"
+        f"{name!r} is not a list of shape {list(shape)}, as the first non-empty one; for lists of any length, name the"
+        " column in --ragged"
     )
 
 
 def check_ragged(where: object, ragged: list[str], schema: pa.Schema, label: str | None) -> None:
     """Raises DataError if a column of the option `ragged` is not kept, is the label or does not hold lists."""
     lists = [column.name for column in schema if is_list(column.type) and column.name != label]
-    allowed = (
-        f"those of lists are {lists}. Name some of these." if lists else "none of them holds lists. Leave ragged out."
-    )
+    allowed = f"columns of lists are {lists}. Name some of these." if lists else "none has lists. Leave ragged out."
     for name in ragged:
         if name not in schema.names:
             raise DataError(
@@ -474,5 +469,5 @@ def to_class_indices(labels: pa.Array, classes: Sequence[str]) -> pa.Array:
     return pc.index_in(labels.cast(pa.string()), pa.array(classes, pa.string())).cast(pa.int64())
 
 
-NOT_IN_CLASSES = "no list of labels, or one with something else than the classes"
+NOT_IN_CLASSES = "not a list of labels, or a list with an unknown class"
 """The reason to refuse a row for which `has_labels` is false."""

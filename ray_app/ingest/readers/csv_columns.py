@@ -86,14 +86,14 @@ def choose_type(where: object, name: str, scans: Sequence[ColumnScan]) -> tuple[
         row_id, value = zeros
         return pa.string(), (
             f"column {name!r} is text, since a number does not keep leading zeros; the first such value is {value!r} in"
-            f" {row_id}. Write the values without these zeros if the column is to hold numbers."
+            f" {row_id}. If the column contains numbers, write the values without these zeros."
         )
     rounded = next((scan.rounded for scan in scans if scan.rounded), None)
     if rounded and pa.types.is_floating(kind):
         row_id, value = rounded
         raise DataError(
-            f"{where}: row {row_id}: column {name!r} holds {value}, which float64 would round (integers are kept within"
-            f" 64 bits, where all values of the column are integers). Correct it, write a value of the column as text,"
+            f"{where}: row {row_id}: column {name!r} holds {value}, which float64 would round (64-bit integers are"
+            " exact only if all values of the column are integers). Correct it, write one value of the column as text,"
             f" such as id-{value}, or leave the column out."
         )
     return kind, None

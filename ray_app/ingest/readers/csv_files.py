@@ -72,8 +72,7 @@ class Csv(sources.SourceReader):
         names, notes = self._check_headers(facts)
         if not any(f.rows for f in facts):
             raise DataError(
-                f"{self.path}: no rows, only a header line with the names {sources.format_items(names)}. Give a file"
-                " with rows."
+                f"{self.path}: no rows, only a header line with the names {sources.format_items(names)}. Add rows."
             )
         kinds, type_notes = self._choose_types(names, facts)
         notes += type_notes
@@ -115,20 +114,20 @@ class Csv(sources.SourceReader):
         notes = []
         if self._format.delimiter != "," and not self.options.delimiter:
             notes.append(
-                f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. The option delimiter"
-                " names another one."
+                f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. Set the option"
+                " delimiter to use another one."
             )
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
         if lines := self._format.preface_lines:
             skipped = f"the first line of {path} was" if lines == 1 else f"the first {lines} lines of {path} were"
-            notes.append(f"{skipped} left out, since the header line follows.")
+            notes.append(f"{skipped} skipped, since the header line follows.")
         if not self.options.column_names and (note := check_header(path, names)):
             notes.append(note)
         for f in facts:
             for header in f.headers:
                 check_same_header((path, names), header)
-        return self.kept_columns(path, names, self.options.label, "column", "Rename that one."), notes
+        return self.kept_columns(path, names, self.options.label, "column", "Rename that column."), notes
 
 
 @dataclass
@@ -279,7 +278,7 @@ def _numbered_blocks(
 
 
 _TOTAL = re.compile(r"\s*((grand|sub)[ -]?)?(total|sum|summe|gesamt|insgesamt)s?\s*:?\s*", re.IGNORECASE)
-_TOTAL_REASON = "the last of its file, seems to be the total of the rows above it, since values of it are empty"
+_TOTAL_REASON = "the last row of the file, seems to be a total, since some of its values are empty"
 
 
 @dataclass(frozen=True)

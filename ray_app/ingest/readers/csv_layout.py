@@ -95,7 +95,7 @@ class CsvFormat:
 
     def read_head(self, file: File) -> str:
         """Returns the first MiB of a file; bytes that are not UTF-8 become U+FFFD."""
-        with parser_errors(file, "The file is damaged; make it again."), self.open(file) as stream:
+        with parser_errors(file, "The file is damaged; write it again."), self.open(file) as stream:
             return stream.read(_HEAD_BYTES).decode("utf-8-sig", "replace")
 
 
@@ -118,8 +118,8 @@ class _Transcoded(io.RawIOBase):
                 self._rest = self._text.read(_BLOCK_CHARS).encode()
             except UnicodeError as error:
                 raise DataError(
-                    f"{self._file}: it is not {self._text.encoding}: {error}. Name another encoding, one of utf-8,"
-                    " latin-1, cp1252 and utf-16."
+                    f"{self._file} is not {self._text.encoding}: {error}. Name another encoding, one of utf-8, latin-1,"
+                    " cp1252 and utf-16."
                 ) from error
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
@@ -209,10 +209,9 @@ def check_header(file: str, names: list[str]) -> str | None:
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
         raise DataError(
-            f"{file}: the first line holds numbers ({sources.format_items(numbers)}) where the names of the columns are"
-            f" expected. If the file has no header line, give its {len(names)} names:"
-            f" --column_names '{_example_names(len(names))}'; if these are the names, give just them:"
-            f" --column_names '{json.dumps(names[:_MAX_NAMES])}'."
+            f"{file}: the first line holds numbers ({sources.format_items(numbers)}) instead of column names. If the"
+            f" file has no header line, set its {len(names)} names: --column_names '{_example_names(len(names))}'; if"
+            f" these are the names, set exactly them: --column_names '{json.dumps(names[:_MAX_NAMES])}'."
         )
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
@@ -223,12 +222,12 @@ def check_header(file: str, names: list[str]) -> str | None:
         )
         more = f" and {len(repeated) - _MAX_LISTED} more names" if len(repeated) > _MAX_LISTED else ""
         raise DataError(
-            f"{file}: two columns of one name: {listed}{more}. Give each column its own name in the header line."
+            f"{file}: two columns with the same name: {listed}{more}. Give each column its own name in the header line."
         )
     if numbers:
         return (
-            f"the names of columns in {file} are numbers ({sources.format_items(numbers)}). If they are values of a"
-            " first row, since the file has no header line, give --column_names."
+            f"the names of columns in {file} are numbers ({sources.format_items(numbers)}). If they are the first row"
+            " of values, because the file has no header line, set --column_names."
         )
     return None
 
@@ -254,11 +253,11 @@ def check_same_header(first: tuple[str, list[str]], other: tuple[str, list[str]]
     missing = [name for name in names if name not in other_names]
     extra = [name for name in other_names if name not in names]
     differences = [f"lacks {sources.format_items(missing)}"] if missing else []
-    differences += [f"has also {sources.format_items(extra)}"] if extra else []
+    differences += [f"also has {sources.format_items(extra)}"] if extra else []
     difference = " and ".join(differences) or "has the columns in another order"
     raise DataError(
         f"{other_path}: columns {sources.format_items(other_names)}, but the first file, {path}, has"
-        f" {sources.format_items(names)}: it {difference}. Give all files one header."
+        f" {sources.format_items(names)}. The file {difference}. All files need the same header."
     )
 
 
@@ -267,7 +266,7 @@ def find_open_quote(file: File, layout: CsvFormat) -> str | None:
 
     pyarrow does not find it: it takes all that follows an open quote, line ends and delimiters too, for one value.
     """
-    with parser_errors(file, "The file is damaged; make it again."), layout.open(file) as stream:
+    with parser_errors(file, "The file is damaged; write it again."), layout.open(file) as stream:
         text = io.TextIOWrapper(stream, "utf-8-sig", "replace", newline="")
         rows = csv.reader(text, delimiter=layout.delimiter, quotechar=layout.quote, strict=True)
         first_line = 1
@@ -277,5 +276,5 @@ def find_open_quote(file: File, layout: CsvFormat) -> str | None:
         except csv.Error as error:
             # These are parts of the messages "unexpected end of data" and "',' expected after '"'" of the csv module.
             if "end of data" in str(error) or "expected after" in str(error):
-                return f"in line {first_line} a quote opens a value and is not closed at the end of the value"
+                return f"in line {first_line}, a quote opens a value but is not closed at its end"
     return None

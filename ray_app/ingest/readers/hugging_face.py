@@ -43,7 +43,7 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, read_json
 
 SUFFIXES = (".arrow", ".feather", ".parquet")
-_SAVE_AGAIN = "It is not what save_to_disk writes; save it again."
+_SAVE_AGAIN = "The file is not as save_to_disk writes it; save the data set again."
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _NUMBER = re.compile(r"([-_.]\d+)+$")
 _SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(sources.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
@@ -88,8 +88,8 @@ class HuggingFace(sources.SourceReader):
             if saved is not None:
                 if foreign := [split for split in saved["splits"] if not _is_plain(split)]:
                     raise DataError(
-                        f"{self.path}: dataset_dict.json names the split {foreign[0]!r}, which is not the name of a"
-                        " folder in this one. Save it again."
+                        f"{self.path}: dataset_dict.json names the split {foreign[0]!r}, but there is no such folder."
+                        " Save the data set again."
                     )
                 return {split: _list_saved_files(self.path / split) for split in saved["splits"]}
         if find_file(self.path / "state.json"):
@@ -154,8 +154,8 @@ def _list_saved_files(folder: Location) -> list[File]:
             raise DataError(f"{folder}: no state.json; the folder of save_to_disk is not complete. Save it again.")
         if state.get("_indices_data_files"):
             raise DataError(
-                f"{folder}: its rows are chosen by an index (an older datasets wrote it); load it and save_to_disk it"
-                f" again."
+                f"{folder}: the rows are selected by an index, as older versions of datasets wrote it; load the data"
+                " set and call save_to_disk again."
             )
         names = [entry["filename"] for entry in state["_data_files"]]
         files = [find_file(folder / name) if _is_plain(name) else None for name in names]
@@ -174,13 +174,13 @@ def need_all_numbers(folder: Location | str, files: list[File]) -> None:
     for name, totals in numbers_of.items():
         if len(totals) > 1 or any(len(set(numbers)) < len(numbers) for numbers in totals.values()):
             raise DataError(
-                f"{folder}: the files {name}-... are numbered more than once, so rows would be doubled. Remove the"
-                f" older ones."
+                f"{folder}: the files {name}-... are numbered more than once, so rows would be repeated. Remove the"
+                " older ones."
             )
         [(total, numbers)] = totals.items()
         if missing := sorted(set(range(total)) - set(numbers)):
             lost = f"{name}-{missing[0]:05d}-of-{total:05d}"
-            raise DataError(f"{folder}: {lost} is missing, {len(numbers)} of {total} are there. Copy it again.")
+            raise DataError(f"{folder}: {lost} is missing; {len(numbers)} of {total} files exist. Copy it again.")
 
 
 def group_by_split(root: object, files: list[File], suffix: str = ".") -> dict[str, list[File]]:
@@ -197,8 +197,8 @@ def group_by_split(root: object, files: list[File], suffix: str = ".") -> dict[s
         split = _split_of(stem)
         if split.isdecimal() or split.lower() in _NO_SPLITS:
             raise DataError(
-                f"{root}: {file.name} does not say of which split it is, as the others do (train, test or the like in"
-                " their names). Rename it, or move it elsewhere."
+                f"{root}: {file.name} does not name its split, as the other files do (train, test or similar). Rename"
+                " it, or move it elsewhere."
             )
         splits.setdefault(split, []).append(file)
     return splits if len(splits) > 1 else {"": files}
@@ -220,7 +220,7 @@ def _open_batches(
     file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
     """Opens a file and gives its schema and record batches."""
-    with parser_errors(file, "The file is damaged or of another format; save it again."):
+    with parser_errors(file, "The file is damaged or has another format; save it again."):
         if file.location.name.endswith(".parquet"):
             parquet_file = open_parquet(file.location)
             schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
@@ -250,8 +250,8 @@ def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) ->
 def _refuse_repeated(file: File, names: list[str]) -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
-            f"{file}: two columns of one name: {sources.format_items(repeated)}. Give each column its own name and save"
-            " the file again."
+            f"{file}: two columns with the same name: {sources.format_items(repeated)}. Give each column its own name"
+            " and save the file again."
         )
 
 
@@ -290,14 +290,14 @@ def _read_to_end(reader: pa.RecordBatchStreamReader, source: pa.NativeFile) -> I
         end = source.tell()
     source.seek(end)
     if source.read(8) not in _ENDS:
-        raise pa.ArrowInvalid("it was cut off behind one of its record batches")
+        raise pa.ArrowInvalid("the file was cut off after one of its record batches")
 
 
 def _features(file: File, schema: pa.Schema) -> dict[str, Any]:
     """Returns the features by name that `datasets` has stored in the file or in `dataset_info.json`."""
     metadata = (schema.metadata or {}).get(b"huggingface")
     info_file = file.location.parent / "dataset_info.json"
-    with parser_errors(file if metadata else info_file, "What it says about the columns is damaged; save it again."):
+    with parser_errors(file if metadata else info_file, "The description of the columns is damaged; save it again."):
         info = json.loads(metadata)["info"] if metadata else read_json(info_file) or {}
         features = {
             name: feature for name, feature in (info.get("features") or {}).items() if isinstance(feature, dict)

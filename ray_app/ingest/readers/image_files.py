@@ -49,7 +49,7 @@ _CANNOT_CONVERT = (
     " webp, gif, tiff or bmp. Convert it"
 )
 """The reason for a file that has to become PNG, which `--check false` does not change."""
-NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or give --check false to store it unread"
+NOT_AN_IMAGE = f"{_CANNOT_CONVERT}, or set --check false to store it undecoded"
 IGNORED = 255
 """Class of the pixels of a mask that count in no loss (`ignore_index`)."""
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -85,7 +85,7 @@ def read_image(file: File, check: bool, first_frame: bool = False) -> bytes:
     except ValueError as error:
         raise ValueError(_CANNOT_CONVERT.format(error)) from error
     if check and (reason := sources.explain_undecodable(encoded) or _explain_animated_png(encoded)):
-        remedy = "; --first_frame true takes the first one" if reason.endswith(" frames") else ""
+        remedy = "; --first_frame true uses the first one" if reason.endswith(" frames") else ""
         raise ValueError(NOT_AN_IMAGE.format(reason + remedy))
     return encoded
 
@@ -98,7 +98,7 @@ def _explain_animated_png(encoded: bytes) -> str | None:
     if not encoded.startswith(_PNG_SIGNATURE) or b"acTL" not in encoded:
         return None
     frames = _count_frames(encoded)
-    return f"it has {frames} frames" if frames > 1 else None
+    return f"the file has {frames} frames" if frames > 1 else None
 
 
 def _count_frames(encoded: bytes) -> int:
@@ -129,7 +129,7 @@ class MaskValues:
             others = np.unique(values[~is_known]).tolist()
             listed = ", ".join(map(self._written, others[:_MAX_NAMED]))
             raise ValueError(
-                f"the mask has the values {listed}, which --mask_values does not name; it names"
+                f"the mask has the values {listed}, but --mask_values names only"
                 f" {', '.join(map(self._written, self.values))}"
             )
         return np.array(self.numbers, np.uint8)[index]
@@ -159,8 +159,8 @@ def parse_mask_values(text: str) -> MaskValues:
         or len(set(keys)) < len(keys)
     ):
         raise ConfigError(
-            f"mask_values is {text!r}; allowed are values or colours with their names, each once, such as"
-            " 0=background,255=object or 0/0/0=background,255/0/0=road (red, green, blue)."
+            f"mask_values is {text!r}; allowed are values or colours with unique names, such as 0=background,255=object"
+            " or 0/0/0=background,255/0/0=road (red, green, blue)."
         )
     if not classes or len(classes) > IGNORED:
         raise ConfigError(f"mask_values names {len(classes)} classes; allowed are 1 to {IGNORED}.")
@@ -199,7 +199,7 @@ def _without_alpha(encoded: bytes) -> bytes:
             return encoded
         gray, alpha = ImageOps.exif_transpose(image).split()
         if alpha.getextrema() != (255, 255):
-            raise ValueError("it is gray with transparent pixels, which have no class. Save it without transparency")
+            raise ValueError("the mask is gray with transparent pixels without class. Save it without transparency")
         return encode_picture(np.asarray(gray))
 
 
@@ -217,7 +217,7 @@ def _mask_values(encoded: bytes, is_color: bool) -> npt.NDArray[np.int64]:
     if not is_color:
         return decode_mask(encoded).astype(np.int64)
     if encoded.startswith(b"\xff\xd8"):
-        raise ValueError("it is a JPEG file, which has other colours than were drawn; masks of colours are PNG files")
+        raise ValueError("the mask is a JPEG file, which changes colours; masks of colours must be PNG files")
     red, green, blue = decode_image(encoded).astype(np.int64)
     return red << 16 | green << 8 | blue
 
@@ -303,7 +303,7 @@ class ObjectRow:
 def read_small_file(file: File) -> bytes:
     """Returns the content of a file of at most `_MAX_FILE_BYTES`."""
     if file.size > _MAX_FILE_BYTES:
-        raise DataError(f"{file} has {file.size} bytes; allowed are {_MAX_FILE_BYTES}. Is it another kind of file?")
+        raise DataError(f"{file} has {file.size} bytes; allowed are {_MAX_FILE_BYTES}. It is probably not an image.")
     with parser_errors(file, ""), file.open() as stream:
         return stream.read()
 
@@ -369,7 +369,7 @@ class AnnotatedImages(sources.SourceReader):
         if others := [name for name, one in several.items() if one.classes != classes]:
             raise DataError(
                 f"{self.path}: the classes of {others[0]!r} are {list(several[others[0]].classes)}, of the first data"
-                f" set {list(classes)}. Give all of them the same classes."
+                f" set {list(classes)}. All data sets need the same classes."
             )
         named = name_classes(self.pattern, classes)
         if len(classes) >= _MAX_CLASSES and self.options.segmentation:
@@ -410,7 +410,7 @@ def _refuse_repeated(rows: list[ObjectRow]) -> list[ObjectRow]:
     checked = []
     for row in rows:
         if row.image and (before := first_of.get(row.image.location)) is not None:
-            reason = f"its image is that of {before}, too; an image has one row. Put its annotations together"
+            reason = f"{before} has the same image; an image has one row. Merge their annotations"
             checked.append(replace(row, image=None, reason=reason))
             continue
         if row.image:
@@ -468,10 +468,10 @@ def _size_of(row: ObjectRow, encoded: bytes, check: bool) -> tuple[int, int]:
         return row.size
     height, width = decode_image(encoded).shape[-2:]
     if row.size and row.size != (width, height):
-        turned = "; its EXIF orientation turns it" if row.size == (height, width) else ""
+        turned = "; its EXIF orientation rotates the image" if row.size == (height, width) else ""
         raise ValueError(
-            f"the image is {width} wide and {height} high, its annotations are for one {row.size[0]} wide and"
-            f" {row.size[1]} high{turned}. Annotate the image as viewers show it"
+            f"the image is {width} wide and {height} high, but its annotations are for {row.size[0]} by"
+            f" {row.size[1]}{turned}. Annotate the image as viewers show it"
         )
     return width, height
 
@@ -522,7 +522,7 @@ def _unpack_runs(text: str) -> list[int]:
     for code in text.encode("latin-1", "replace"):
         digit = code - 48
         if not 0 <= digit < 64 or shift > 50:
-            raise ValueError("the runs of a mask of an object (RLE) are no text of COCO's form")
+            raise ValueError("the runs of a mask of an object (RLE) are not text in COCO's format")
         number |= (digit & 31) << shift
         shift += 5
         if not digit & 32:

@@ -57,7 +57,7 @@ from ray_app.storage.files import Location, to_location
 from ray_app.storage.object_stores import CONNECTIONS
 
 ALLOWED = "png, jpeg, webp and gif, and tiff, bmp and avif, which are stored as png"
-_EXPECTED = "expected one sub-folder a class, with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
+_EXPECTED = "expected one sub-folder per class with the images directly inside: DIR/cat/1.png, DIR/dog/2.jpg"
 _SAMPLED_MASKS = 8
 """Number of masks that are read to see which values they have."""
 _MAX_LABEL_BYTES = 512 << 20
@@ -142,7 +142,7 @@ class Images(sources.SourceReader):
             rows = [row for row in labels.rows if self._split_of(row) == name]
             if not rows:
                 raise DataError(
-                    f"{self.path}: no image for the data set {name!r}. Add some, or give another folder as input."
+                    f"{self.path}: no image for the data set {name!r}. Add some, or set input to another folder."
                 )
             rows = sorted(rows, key=self._order)
             groups = sources.group_items(rows, lambda row: row.size, options.shard_rows, options.split_bytes)
@@ -181,7 +181,7 @@ class Images(sources.SourceReader):
         if self._has_classes and not all(folders_in(folder) for folder in inner):
             return {}
         if len(set(names.values())) < len(names):
-            raise DataError(f"{self.path}: two of the folders {sorted(names)} are one data set. Merge them.")
+            raise DataError(f"{self.path}: two of the folders {sorted(names)} mean the same data set. Merge them.")
         return names
 
     def _split_of(self, row: ImageRow) -> str:
@@ -194,7 +194,7 @@ class Images(sources.SourceReader):
     def _files(self) -> dict[Location, list[File]]:
         """The visible files of the input and of the folders in it, as far down as images may be."""
         if not is_folder(self.path):
-            raise DataError(f"{self.path}: not a folder; {_EXPECTED}. Give that folder as input.")
+            raise DataError(f"{self.path}: not a folder; {_EXPECTED}. Set input to that folder.")
         if not self._has_classes:
             return walk(self.path)
         above = [self.path / name for name in self._splits] or [self.path]
@@ -211,13 +211,13 @@ class Images(sources.SourceReader):
         if not classes:
             raise DataError(
                 f"{self.path}: no class folders in it; {_EXPECTED}. Move the images into class folders, name a file of"
-                " labels (labels=FILE), or give labels=none if they have none."
+                " labels (labels=FILE), or set labels=none if they have none."
             )
         for folder, images in classes.items():
             if inner := folders_in(folder):
                 raise DataError(
-                    f"{folder}: a class folder with a folder inside ({inner[0].name!r}); {_EXPECTED}. "
-                    "Give the folder above the classes as input, or move the images up."
+                    f"{folder}: a class folder with a folder inside ({inner[0].name!r}); {_EXPECTED}. Set input to the"
+                    " folder above the classes, or move the images up."
                 )
             if not images:
                 first = ""
@@ -257,14 +257,12 @@ class Images(sources.SourceReader):
         used = [row.mask for row in rows if row.mask]
         if used and not self.options.mask_values and has_only_0_and_255(used[:_SAMPLED_MASKS]):
             notes.append(
-                "the masks have the values 0 and 255, which are the classes 0 and 255 now. To make them the classes 0"
-                " and 1, give --mask_values '0=background,255=object'."
+                "the masks have the values 0 and 255, which are the classes 0 and 255. To use the classes 0 and 1, set"
+                " --mask_values '0=background,255=object'."
             )
         locations = {file.location for file in [*used, *self._images]}
         if others := [name for name, file in self._masks.items() if file.location not in locations]:
-            notes.append(
-                f"{len(others)} masks belong to no row and are left out, such as {printable_name(others[0])!r}."
-            )
+            notes.append(f"{len(others)} masks without a row are left out, such as {printable_name(others[0])!r}.")
         return notes
 
     @cached_property
@@ -274,7 +272,7 @@ class Images(sources.SourceReader):
             return {}
         root = to_location(self.options.masks)
         if not is_folder(root):
-            raise DataError(f"masks {self.options.masks!r} is no folder; give the folder with the mask of each image.")
+            raise DataError(f"masks {self.options.masks!r} is not a folder; name the folder with the masks.")
         masks: dict[str, File] = {}
         for file in images_below(root):
             stem = without_suffix(relative_path(file.location, root))
@@ -311,16 +309,14 @@ class Images(sources.SourceReader):
         """Returns a note on classes of other data sets that the one to train on lacks."""
         trained = {name for row, name in zip(rows, names, strict=True) if self._split_of(row) in ("", "train")}
         if missing := sorted(set(names) - trained):
-            return (
-                f"no image to train on is of the classes {sources.format_items(missing)}, which other folders have.",
-            )
+            return (f"no training image has the classes {sources.format_items(missing)}, which other folders have.",)
         return ()
 
     @cached_property
     def _label_file(self) -> File:
         file = find_file(to_location(str(self.options.labels)))
         if file is None:
-            raise DataError(f"labels {self.options.labels!r}: no such file; expected a CSV file with a row an image.")
+            raise DataError(f"labels {self.options.labels!r}: no such file; expected a CSV file with a row per image.")
         if file.size > _MAX_LABEL_BYTES:
             raise DataError(f"labels {file} has {file.size} bytes; allowed are {_MAX_LABEL_BYTES}. Divide the images.")
         return file
@@ -374,13 +370,13 @@ class Images(sources.SourceReader):
                 f"{self._label_file}: no column {missing[0]!r} of values; these are {available}. Name some of them."
             )
         if not chosen:
-            raise DataError(f"{self._label_file}: no column but {names!r}, the names of the images. Add their labels.")
+            raise DataError(f"{self._label_file}: the only column is {names!r}, the images. Add their labels.")
         chosen = list(dict.fromkeys(chosen))
         taken = {"image", "mask"} | ({"label"} if label else set())
         if taken & {*chosen} - {label, *targets}:
             raise DataError(
-                f"{self._label_file}: the columns {chosen} and those of the images have names in common. Rename one in"
-                " the file, or leave it out by --columns."
+                f"{self._label_file}: the columns {chosen} have names of image columns. Rename one in the file, or"
+                " leave it out with --columns."
             )
         if not label and not targets and len(chosen) == 1 and not pa.types.is_floating(table[chosen[0]].type):
             label = chosen[0]
@@ -398,7 +394,7 @@ class Images(sources.SourceReader):
                     two = [relative_path(file.location, self.path) for file in files[:2]]
                     reason = f"{name!r} names {len(files)} images, such as {two}; write paths below {self.path}"
             elif before := first_of.get(files[0].location):
-                reason = f"{name!r} is the image of {before}, too; an image has one row"
+                reason = f"{name!r} is also the image of {before}; an image has one row"
             if reason:
                 rows.append(ImageRow(row_id, None, index, reason=printable_name(reason)))
                 continue
@@ -440,14 +436,14 @@ class Images(sources.SourceReader):
             return "left out: hidden, since its name begins with a dot"
         file = self._visible.get(path)
         if file is None:
-            return "left out: no plain file, or a link that leads nowhere"
+            return "left out: not a plain file, or a broken link"
         if self._is_image(file):
             if self._has_label_file:
-                return f"left out: an image that no row of {self._label_file.name} names"
+                return f"left out: an image without a row in {self._label_file.name}"
             if self.options.masks is not None:
                 return "left out: an image without a mask"
-            return "left out: an image outside of the class folders, so it has no class; move it into one"
-        return f"left out: it is {name_other_format(self._heads[path]) or 'no image'}; images are {ALLOWED}"
+            return "left out: an image outside the class folders; move it into one"
+        return f"left out: {name_other_format(self._heads[path]) or 'not an image'}; images are {ALLOWED}"
 
 
 def _values_of(group: list[ImageRow], values: pa.Table) -> pa.Table:

@@ -138,7 +138,7 @@ class ImageNames:
         """
         columns = table.column_names[1:]
         if not table.num_rows:
-            raise DataError(f"{where}: it has no row that can be used. Correct its rows.")
+            raise DataError(f"{where} has no usable row. Correct its rows.")
         for name in columns:
             if self._is_file_name(name):
                 self._refuse_header(where, name)
@@ -151,7 +151,7 @@ class ImageNames:
         if not any(named.values()):
             first = {name: table[name][0].as_py() for name in columns}
             raise DataError(
-                f"{where}: no column names the images: its first row has {first}, and an image is called"
+                f"{where}: no column names the images. The first row has {first}, but an image is called"
                 f" {relative_path(self._first.location, self._root)!r}. Name images by their paths below {self._root},"
                 " by the ends of these, or without suffixes."
             )
@@ -164,9 +164,9 @@ class ImageNames:
             rivals = [name for name in rivals if name not in value_columns] or rivals
         if len(rivals) > 1:
             raise DataError(
-                f"{where}: the columns {rivals[0]!r} and {rivals[1]!r} both name images, so the rows do not tell which"
-                " image is theirs. Name the one that holds values by --label, --targets or --columns, leave one of them"
-                " out of the file, or write the names of the images with their suffixes."
+                f"{where}: the columns {rivals[0]!r} and {rivals[1]!r} both name images, so the image of a row is"
+                " ambiguous. Name the column with values with --label, --targets or --columns, leave one of them out of"
+                " the file, or write the names of the images with their suffixes."
             )
         [column] = rivals
         if clean_name(column) in self._by_name and any(map(str.isdigit, column)):
@@ -175,6 +175,6 @@ class ImageNames:
 
     def _refuse_header(self, where: object, name: str) -> None:
         raise DataError(
-            f"{where}: its first line names the image {name!r}, so it is a row and not the header line with the names"
-            " of the columns. Add a header line before it, such as file,label."
+            f"{where}: the first line names the image {name!r}, so the header line with the names of the columns is"
+            " missing. Add one, such as file,label."
         )

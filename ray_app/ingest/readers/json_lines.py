@@ -45,10 +45,9 @@ _MAX_CELLS = 100_000_000
 MAX_DEPTH = 32
 """Maximum depth of nested lists and objects, with the object of the line; thousands end pyarrow's process."""
 _ONE_TYPE = (
-    "Each key needs values of one type; correct them (null where a value is missing), or leave the key out by"
-    " --columns."
+    "Each key needs values of one type; correct them (null for a missing value), or leave the key out with --columns."
 )
-_MAKE_LINES = "Make it with `jq -c '{}' {}`, or in Python with pandas' to_json(orient='records', lines=True)."
+_MAKE_LINES = "Convert it with `jq -c '{}' {}`, or in Python with pandas' to_json(orient='records', lines=True)."
 _WORDS = {str: "text", bool: "true or false", int: "a number", float: "a number", dict: "an object"}
 _IN_ROW = re.compile(r"in row (\d+)")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -174,7 +173,7 @@ def _check_number_of_keys(block: JsonBlock, keep: set[str] | None) -> None:
         allowed = _MAX_CELLS // len(block.lines)
         raise DataError(
             f"{where} have about {estimated:,.0f} different keys, such as {examples}; allowed are {allowed:,} for so"
-            " many lines. Write keys that are values as values, or name the keys to keep by --columns."
+            " many lines. Store values as values instead of keys, or name the keys to keep with --columns."
         )
 
 
@@ -210,9 +209,9 @@ def _check_exact(block: JsonBlock, table: pa.Table, indices: list[int]) -> None:
         for name in large:
             if (rounded := _find_rounded(line.get(name))) is not None:
                 raise DataError(
-                    f"{block.file}: row {block.ids[index]}: key {name!r} holds {str(rounded)[:40]}, which float64"
-                    f" would round (integers are kept within int64, where all values of the key are integers). Write"
-                    f" them as text, or leave {name!r} out."
+                    f"{block.file}: row {block.ids[index]}: key {name!r} holds {str(rounded)[:40]}, which float64 would"
+                    " round (int64 is used only if all values of the key are integers). Write them as text, or leave"
+                    f" {name!r} out."
                 )
 
 
@@ -278,25 +277,25 @@ def _lines(file: File) -> Iterator[tuple[int, bytes]]:
         for number, (_, item) in enumerate(iterate_json(file), 1):
             yield number, json.dumps(item).encode() + b"\n"
         return
-    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; write it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
         is_first = True
         for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
-                    f"{file}: line {number} has more than {MAX_LINE_BYTES} bytes, which are allowed. Is it JSON lines?"
+                    f"{file}: line {number} has more than the allowed {MAX_LINE_BYTES} bytes. Is the file JSON lines?"
                 )
             if bare := line.removeprefix(codecs.BOM_UTF8).strip():
                 if is_first and (form := _name_other_json(bare)):
                     advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
-                    raise DataError(f"{file}: it is {form}, and not JSON lines: one object a line. {advice}")
+                    raise DataError(f"{file} is {form}, but JSON lines have one object per line. {advice}")
                 is_first = False
                 yield number, line
 
 
 def _begins_list(file: File) -> bool:
     """Returns whether a file begins with a list."""
-    with parser_errors(file, "The file is damaged; make it again."), open_text(file) as stream:
+    with parser_errors(file, "The file is damaged; write it again."), open_text(file) as stream:
         return stream.read(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
@@ -375,7 +374,7 @@ def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -
     if not lines:
         return (schema or pa.schema([])).empty_table()
     if not all(map(_is_safe, lines)):
-        raise pa.ArrowInvalid("a line is no JSON object or nested too deeply")
+        raise pa.ArrowInvalid("a line is not a JSON object, or is nested too deeply")
     data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     # pyarrow does not check that values are UTF-8.
     data.decode()
@@ -388,7 +387,7 @@ def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -
     table = table.select(schema.names if schema else [name for name in names if keep is None or name in keep])
     # Integers that are too large for float64 become infinite, too; `_check_exact` reports these.
     if (b"NaN" in data or b"Inf" in data) and not all(map(_is_finite, table.columns)):
-        raise pa.ArrowInvalid("a line has NaN or Infinity, which JSON has not, but pyarrow takes for numbers")
+        raise pa.ArrowInvalid("a line has NaN or Infinity, which are not JSON, although pyarrow reads them")
     return table
 
 
@@ -420,7 +419,7 @@ def _find_fault(line: bytes, schema: pa.Schema | None, keep: set[str] | None) ->
         for name, item in value.items():
             if (schema is None or name in schema.names) and (keep is None or name in keep):
                 if constant := _find_constant(item):
-                    return f"not JSON: {name!r} holds {constant}; write null where a value is missing"
+                    return f"not JSON: {name!r} holds {constant}; write null for a missing value"
                 if " and " in (kind := _kind_of(item) or ""):
                     return f"{name!r} holds {kind}; the values of a list need one type"
         _read([line], schema, keep)
@@ -444,7 +443,7 @@ def _parse_object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _LineError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise _LineError(f"a JSON {type(value).__name__} where an object is expected")
+        raise _LineError(f"a JSON {type(value).__name__} instead of an object")
     return value
 
 
@@ -457,7 +456,7 @@ def _build_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
         repeated = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise _LineError(f"the key {repeated!r} is there twice; write each key once")
+        raise _LineError(f"the key {repeated!r} occurs twice; write each key once")
     return value
 
 

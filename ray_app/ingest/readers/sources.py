@@ -158,8 +158,8 @@ class SourceReader(ABC):
         """
         if label in (self.options.targets or ()):
             raise DataError(
-                f"{where}: {label!r} is one of targets {self.options.targets}, and it is the label, too. Leave it out"
-                " of targets, or rename it in the source."
+                f"{where}: {label!r} is one of targets {self.options.targets}and also the label. Remove it from"
+                " targets, or rename it in the source."
             )
         columns, dropped = self.options.kept_columns, frozenset(self.options.drop or ())
         self._check_dropped(where, names, label, kind)
@@ -173,8 +173,8 @@ class SourceReader(ABC):
         ]
         if label not in (None, "label") and "label" in kept:
             raise DataError(
-                f"{where}: {label!r} is to become 'label', but there is another {kind} 'label' in"
-                f" {format_items(names, 50)}. {remedy}"
+                f"{where}: {label!r} becomes 'label', but there is another {kind} 'label' in {format_items(names, 50)}."
+                f" {remedy}"
             )
         return kept
 
@@ -196,7 +196,7 @@ class SourceReader(ABC):
                 f"{where}: drop names {absent[0]!r}; the {kind}s are {format_items(available, 50)}. Name these."
             )
         if dropped and not label and set(available) <= set(dropped):
-            raise ConfigError(f"{where}: drop names all {kind}s, {format_items(available)}; leave one of them.")
+            raise ConfigError(f"{where}: drop names all {kind}s, {format_items(available)}; keep at least one.")
 
     def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
         """Returns the names of the classes of a label of numbers or booleans; None for numbers without `classes`.
@@ -223,13 +223,13 @@ class SourceReader(ABC):
         classes = self.options.classes
         if classes is None:
             first = f" (the first is {first_missing})" if first_missing else ""
-            remedy = f"{first}. Correct these rows, leave them out with --on_bad_row skip, or name another column."
+            remedy = f"{first}. Correct these rows, skip them with --on_bad_row skip, or name another column."
             return sort_classes(where, values, self.skips, remedy)
         others = sorted(values - {"", *classes})
         if others and not self.skips:
             raise DataError(
-                f"{where} has the values {format_items(others)}, which classes lacks ({format_items(classes)}). Add"
-                " them, or leave such rows out with --on_bad_row skip."
+                f"{where} has the values {format_items(others)}, but classes has only {format_items(classes)}. Add"
+                " them, or skip these rows with --on_bad_row skip."
             )
         return tuple(classes)
 
@@ -299,7 +299,7 @@ def explain_undecodable(encoded: bytes) -> str | None:
         image = decode_image(encoded)
     except ValueError as error:
         return str(error)
-    return None if image.ndim == 3 else f"it has {len(image)} frames"
+    return None if image.ndim == 3 else f"the file has {len(image)} frames"
 
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -316,7 +316,7 @@ def expand_braces(pattern: str) -> list[str]:
     choices = braces[1].split(",")
     if span and int(span[2]) - int(span[1]) >= MAX_NAMES:
         raise DataError(
-            f"{pattern}: {braces[0]} stands for more than {MAX_NAMES} names, which are allowed. Correct the pattern."
+            f"{pattern}: {braces[0]} stands for more than the allowed {MAX_NAMES} names. Correct the pattern."
         )
     if span:
         choices = [f"{number:0{len(span[1])}d}" for number in range(int(span[1]), int(span[2]) + 1)]
@@ -365,8 +365,7 @@ def sort_classes(
     """
     if len(values) > MAX_CLASSES:
         raise DataError(
-            f"{where} has more than {MAX_CLASSES} different strings, which are allowed. Name another column or correct"
-            " these rows."
+            f"{where} has more than {MAX_CLASSES} different strings. Name another column or correct these rows."
         )
     if "" in values and not skip:
         raise DataError(f"{where} has rows without a value{remedy}")
@@ -384,5 +383,5 @@ def list_text_files(path: Location, suffixes: tuple[str, ...], kind: str) -> lis
         raise DataError(f"{path}: no such file or folder; expected one {kind} file ({allowed}) or a folder of them.")
     files = [file for file in files if file.location.name.endswith(suffixes)]
     if not files:
-        raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or give another input.")
+        raise DataError(f"{path}: no {kind} file; allowed are {allowed}. Rename the file or set another input.")
     return files

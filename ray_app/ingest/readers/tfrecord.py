@@ -30,7 +30,7 @@ from ray_app.storage.data_files import File, has_image_signature, parser_errors
 
 MAX_RECORD_BYTES = 512 << 20
 _FILE = re.compile(r"\.tfrecord|-\d{5}-of-\d{5}")
-_RAGGED_ADVICE = "; if its length differs from row to row, name it in --ragged"
+_RAGGED_ADVICE = "; if the length differs between rows, name the feature in --ragged"
 _TYPES = {"float_list": pa.float32(), "int64_list": pa.int64(), "bytes_list": pa.binary()}
 _KINDS = {**{kind: name for name, kind in _TYPES.items()}, pa.string(): "bytes_list"}
 
@@ -84,9 +84,9 @@ class TFRecord(sources.SourceReader):
         """Returns the form that every row must have: that of the first one."""
         first = next(((file, data) for file in files for data in _records(file)), None)
         if first is None:
-            raise DataError(f"{self.pattern}: no record in these files. Give files with records.")
+            raise DataError(f"{self.pattern}: no record in these files. Add files with records.")
         file, data = first
-        with parser_errors(file, "Its first record is no tf.train.Example; allowed are TFRecord files of these."):
+        with parser_errors(file, "The first record is not a tf.train.Example, which is the only allowed type."):
             values = _features(data)
         label, where = self.options.label or self.default_label(values), f"{file}: the first row"
         ragged = dict.fromkeys(self.options.ragged or (), pa.null())
@@ -160,7 +160,7 @@ def _value(column: pa.Field, kind: str, items: Sequence[Any]) -> Any:
     try:
         return items[0].decode() if pa.types.is_string(column.type) else items[0]
     except UnicodeDecodeError as error:
-        raise ValueError(f"label {name!r} is no UTF-8 text: {error}") from error
+        raise ValueError(f"label {name!r} is not UTF-8 text: {error}") from error
 
 
 def _features(data: bytes) -> dict[str, tuple[str, Any]]:
@@ -170,12 +170,12 @@ def _features(data: bytes) -> dict[str, tuple[str, Any]]:
     try:
         example = _example().FromString(data)
     except DecodeError as error:
-        raise ValueError(f"no tf.train.Example: {error}") from error
+        raise ValueError(f"not a tf.train.Example: {error}") from error
     if example.feature_lists:
         raise ValueError("a tf.train.SequenceExample; allowed is tf.train.Example")
     features = {name: (feature.WhichOneof("kind"), feature) for name, feature in example.features.feature.items()}
     if not features:
-        raise ValueError("no tf.train.Example with features")
+        raise ValueError("not a tf.train.Example with features")
     return {
         name: (kind or "nothing", getattr(feature, kind).value if kind else ())
         for name, (kind, feature) in features.items()
@@ -221,7 +221,7 @@ def _records(file: File) -> Iterator[bytes]:
     """Yields the data of each record of a file."""
     offset = 0
     with (
-        parser_errors(file, "The file is damaged or no TFRecord file, plain or gzipped; write it again."),
+        parser_errors(file, "The file is damaged or not a TFRecord file, plain or gzipped; write it again."),
         _open_records(file) as stream,
     ):
         while head := stream.read(12):
@@ -252,7 +252,7 @@ def _verify_checksum(raw: bytes, size: int, section: str) -> bytes:
         raise EOFError(f"the file ends in {section}")
     data = raw[:size]
     if struct.unpack("<I", raw[size:])[0] != _masked(data):
-        raise ValueError(f"{section} does not have its checksum")
+        raise ValueError(f"{section} does not match its checksum")
     return data
 
 

@@ -76,8 +76,8 @@ class WebDataset(sources.SourceReader):
         keys, columns_taken = self._keys, {_column(name) for name in members} | ({"label"} if label else set())
         if repeated := [key for key in keys if key in columns_taken]:
             raise DataError(
-                f"{self.pattern}: json.{repeated[0]} among columns, and a member or the label, become one column"
-                f" {repeated[0]!r}. Leave one of them out."
+                f"{self.pattern}: json.{repeated[0]} in columns, and a member or the label, become the same column"
+                f" {repeated[0]!r}. Leave one of the two out."
             )
         json_form = self._json_form(run) if keys or label else Form(pa.schema([]), {}, None, None)
         form = _make_form(members, columns is None, columns is None or "json" in columns, keys, json_form, self.options)
@@ -117,18 +117,18 @@ class WebDataset(sources.SourceReader):
             )
         unknown = sorted(f".{name}" for name in first if _column(name) is None)
         if unknown:
-            usable, advice = sorted(available), "Make the files with some of these."
+            usable, advice = sorted(available), "Write the files with some of these."
             if usable:
-                advice = f"Leave them out by naming the columns to keep: --columns '[{', '.join(usable)}]'."
+                advice = f"Name the columns to keep without them: --columns '[{', '.join(usable)}]'."
             raise DataError(
-                f"{where} has the members {sources.format_items(unknown)}, of which no column is made; allowed are"
+                f"{where} has the members {sources.format_items(unknown)}, which cannot become columns; allowed are"
                 f" .{', .'.join(IMAGES)}, .cls, .json, .txt and .npy. {advice}"
             )
         columns = [_column(name) for name in first]
         if len(set(columns)) < len(columns):
             raise DataError(
-                f"{where} has the members {sorted(first)}, of which two would be the same column. Write each thing"
-                f" once."
+                f"{where} has the members {sorted(first)}, two of which would become the same column. Keep one of the"
+                " two."
             )
         if self._keys and "json" not in first:
             raise DataError(f"{where} has the members {sorted(first)} and no .json, of which columns names keys.")
@@ -294,7 +294,7 @@ def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:
     """Returns the values of the members of a row by column, with a dot before its name."""
     if {_column(name) for name in members} != form.columns or len(members) > len(form.members):
         raise ValueError(
-            f"the members are {sorted(members)}, of the first row {sorted(form.members)}; all rows need the same"
+            f"the members are {sorted(members)}, but {sorted(form.members)} in the first row; all rows need the same"
         )
     by_column = {_column(name): (name, data) for name, data in members.items()}
     columns = {_column(name): array for name, array in form.members.items()}
@@ -318,13 +318,13 @@ def _value(extension: str, data: bytes, expected: tuple[np.dtype, tuple[int, ...
         except ValueError as error:
             raise ValueError(
                 f".cls holds {content[:40]!r}; expected an integer. Write a label of text to a .json, and name its key"
-                " by --label"
+                " with --label"
             ) from error
         if not -(2**63) <= label < 2**63:
             raise ValueError(f"label {label}; expected an integer of 64 bits")
         return label
     if kind == "json" and not isinstance(json.loads(content), dict):
-        raise ValueError(".json is no object")
+        raise ValueError(".json is not an object")
     return content
 
 
@@ -336,7 +336,7 @@ def _array(data: bytes) -> Array:
         # NumPy parses the header as Python, so the error may be of any kind.
         raise ValueError(f".npy cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or not array.ndim or array.dtype.kind not in "biuf" or not array.size:
-        raise ValueError(".npy holds no array of numbers")
+        raise ValueError(".npy does not hold an array of numbers")
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -353,8 +353,8 @@ def _column(extension: str) -> str | None:
 def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -> Iterator[tuple[str, Members]]:
     """Yields the name, up to the first dot, and the members of each row; others than `is_kept` are not read."""
     advice = (
-        "The file is damaged or no tar file; make it again (only .tar.gz and .tgz are unpacked, others must be plain"
-        " tar)."
+        "The file is damaged or not a tar file; write it again (only .tar.gz and .tgz are unpacked, other files must be"
+        " plain tar)."
     )
     with (
         parser_errors(file, advice),
@@ -370,13 +370,11 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
                 free_bytes -= size
                 if free_bytes < 0:
                     raise DataError(
-                        f"{file}: the row {key!r} has more than {MAX_ROW_BYTES} bytes, which are allowed. Make it"
-                        f" smaller."
+                        f"{file}: the row {key!r} has more than the allowed {MAX_ROW_BYTES} bytes. Make it smaller."
                     )
                 if extension in row:
                     raise DataError(
-                        f"{file}: two members {key}.{extension}; each row has one name of its own. Write the file"
-                        f" again."
+                        f"{file}: two members {key}.{extension}; each row needs its own name. Write the file again."
                     )
                 row[extension] = read()
             yield key, row
@@ -387,7 +385,7 @@ def _read_end(archive: tarfile.TarFile) -> None:
     """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum."""
     while rest := cast(Any, archive.fileobj).read(1 << 20):
         if rest.strip(b"\0"):
-            raise tarfile.ReadError("there is more behind the end of the archive")
+            raise tarfile.ReadError("there is data after the end of the archive")
 
 
 class _Header(tarfile.TarInfo):
@@ -404,7 +402,7 @@ class _Header(tarfile.TarInfo):
             # A block of zeros is the end of the archive.
             if len(buf) == tarfile.BLOCKSIZE and not any(buf):
                 raise
-            raise tarfile.ReadError(f"{error} where the next member or the end of the archive is expected") from error
+            raise tarfile.ReadError(f"{error} instead of the next member or the end of the archive") from error
         if header.type in _EXTENDED_HEADERS and header.size > MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a pax or long-name header of {header.size} bytes; allowed are {MAX_HEADER_BYTES}")
         return header
@@ -419,7 +417,7 @@ def _members(file: File, archive: tarfile.TarFile) -> Iterator[tuple[str, str, i
         if path.is_absolute() or ".." in path.parts or not member.isfile():
             raise DataError(
                 f"{file}: the member {member.name!r} is refused: allowed are plain files below the archive's own root"
-                " (no link, no '..', no absolute path). Do not trust this file; make it again."
+                " (no link, no '..', no absolute path). Do not trust this file; write it again."
             )
         stem, dot, extension = path.name.partition(".")
         # Hidden files and members without an extension belong to no row.

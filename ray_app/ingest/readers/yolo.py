@@ -55,7 +55,7 @@ class _SettingsLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Returns the next node."""
         if self.check_event(yaml.AliasEvent):
-            raise ValueError("it has references (*name), which are not allowed; write the values out")
+            raise ValueError("the file has references (*name), which are not allowed; write the values out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -92,8 +92,8 @@ class Yolo(AnnotatedImages):
             result[name] = Annotations(rows, self._classes, skipped=self._skipped_labels)
         if not any(row.objects or row.reason for one in result.values() for row in one.rows):
             raise DataError(
-                f"{self.path}: no image has a label; the labels of images/a/1.jpg are in labels/a/1.txt. Give another"
-                " input."
+                f"{self.path}: no image has a label; the labels of images/a/1.jpg must be in labels/a/1.txt. Set"
+                " another input."
             )
         return result
 
@@ -105,7 +105,7 @@ class Yolo(AnnotatedImages):
         for name in names:
             if file := find_file(self.path / name):
                 return file
-        raise DataError(f"{self.path}: none of {', '.join(names)} in it; one of them names the classes. Add it.")
+        raise DataError(f"{self.path}: no {' or '.join(names)} in it, which names the classes. Add one.")
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class Yolo(AnnotatedImages):
         if not isinstance(settings, dict):
             raise DataError(f"{file}: no settings in it; expected names, train and val. Correct it.")
         if "kpt_shape" in settings:
-            raise DataError(f"{file}: kpt_shape says that the labels have keypoints; allowed are boxes and polygons.")
+            raise DataError(f"{file}: the labels have keypoints (kpt_shape); allowed are boxes and polygons.")
         return settings
 
     @cached_property
@@ -135,7 +135,7 @@ class Yolo(AnnotatedImages):
         count = self._settings.get("nc")
         if count is not None and str(count).removesuffix(".0") != str(len(names)):
             raise DataError(
-                f"{self._names_file}: nc is {reprlib.repr(count)}, and names has {len(names)} classes. Correct one of"
+                f"{self._names_file}: nc is {reprlib.repr(count)}, but names has {len(names)} classes. Correct one of"
                 " them, or leave nc out."
             )
         return tuple(names)
@@ -160,7 +160,7 @@ class Yolo(AnnotatedImages):
             for one in several:
                 images += self._listed_images(one) if isinstance(one, File) else images_below(one)
                 if not images:
-                    raise DataError(f"{self._names_file}: no image in {one}. Correct it, or add images.")
+                    raise DataError(f"{self._names_file}: no image in {one}. Correct the path, or add images.")
             splits[name] = [(image, self._label_of(image, listing)) for image in images]
         return {"" if list(splits) == ["train"] else name: pairs for name, pairs in splits.items()}
 
@@ -195,17 +195,15 @@ class Yolo(AnnotatedImages):
             return {"": [folder]}
         if len(splits) < len(inner) or any(has_image_suffix(file) for file in files_in(folder)):
             raise DataError(
-                f"{folder}: two of the folders {sorted(one.name for one in inner)} are one data set, or images are"
-                " beside them. Name the folders in data.yaml by train, val and test."
+                f"{folder}: two of the folders {sorted(one.name for one in inner)} mean the same data set, or images"
+                " lie next to them. Name the folders in data.yaml with train, val and test."
             )
         return {name: splits[name] for name in order_splits(splits)}
 
     def _find(self, entry: Any) -> Location | File:
         """Returns a folder of images, or a list of images, that `data.yaml` names."""
         if not isinstance(entry, str) or "\0" in entry:
-            raise DataError(
-                f"{self._names_file}: it names {entry!r}; expected a folder of images, or a list. Correct it."
-            )
+            raise DataError(f"{self._names_file} names {entry!r}; expected a folder of images, or a list. Correct it.")
         tried = self._candidates(entry)
         for location in tried:
             if is_folder(location):
@@ -213,7 +211,7 @@ class Yolo(AnnotatedImages):
             if location.name.endswith(".txt") and (file := find_file(location)):
                 return file
         raise DataError(
-            f"{self._names_file}: it names {entry!r}, and there is no folder and no list of images at"
+            f"{self._names_file} names {entry!r}, but there is no folder or list of images at"
             f" {sources.format_items(list(map(str, tried)))}. Correct path, train, val and test, or leave them out."
         )
 
@@ -240,7 +238,7 @@ class Yolo(AnnotatedImages):
             bare = line.removeprefix("./")
             image = find_file(file.location.parent / bare) if is_below(bare) else None
             if image is None:
-                raise DataError(f"{file}: it names {line!r}, which is no file beside it. Correct the list.")
+                raise DataError(f"{file} names {line!r}, which does not exist in its folder. Correct the list.")
             images.append(image)
         return images
 
@@ -291,11 +289,11 @@ def _yolo_line(words: list[str], classes: int) -> tuple[int, Box, tuple[float, .
     try:
         category, numbers = int(words[0]), [float(word) for word in words[1:]]
     except ValueError as error:
-        raise ValueError("it holds something else than numbers") from error
+        raise ValueError("the line has text that is not a number") from error
     if not 0 <= category < classes:
         raise ValueError(f"class {category}; the classes are 0 to {classes - 1}")
     if not all(-0.01 <= number <= 1.01 for number in numbers):
-        raise ValueError("a number is no fraction of the image; expected 0 to 1")
+        raise ValueError("a number is not a fraction of the image; expected 0 to 1")
     if len(numbers) == 4:
         x, y, width, height = numbers
         xs, ys = [x - width / 2, x + width / 2], [y - height / 2, y + height / 2]

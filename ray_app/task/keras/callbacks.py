@@ -25,13 +25,13 @@ from ray_app.task.keras.module import KerasModule
 
 _VALIDATION = "val_"
 _OF_A_RUN = {
-    "BackupAndRestore": "another call with the same name continues the run, by default the name of backup_dir",
-    "ProgbarLogger": "a run shows its progress",
-    "SwapEMAWeights": "evaluations use the average of the weights, which training ends with",
+    "BackupAndRestore": "another call with the same name (default: the name of backup_dir) continues the run",
+    "ProgbarLogger": "a run always shows its progress",
+    "SwapEMAWeights": "evaluations use the average of the weights, with which training also ends",
 }
 """Callbacks that do what every run does, and how it does that."""
 _REFUSED = {
-    "OrbaxCheckpoint": "Use ModelCheckpoint; a run has checkpoints of its own, too.",
+    "OrbaxCheckpoint": "Use ModelCheckpoint; a run also writes its own checkpoints.",
 }
 """The callbacks of Keras without a counterpart, and what to use instead."""
 _BATCH_METHODS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -69,9 +69,8 @@ def refuse_batch_saves(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint) and isinstance(callback.save_freq, int):
             raise ConfigError(
-                f"ModelCheckpoint has save_freq={callback.save_freq}, and with workers callbacks run between two epochs"
-                f' only. Leave it out; with fields={{"checkpoint.every_steps": {callback.save_freq}}} the run keeps'
-                " checkpoints."
+                f"ModelCheckpoint has save_freq={callback.save_freq}, but with workers, callbacks run only between"
+                f' epochs. Leave save_freq out, and set fields={{"checkpoint.every_steps": {callback.save_freq}}}.'
             )
 
 
@@ -85,7 +84,7 @@ def evaluates_average(callbacks: Any) -> bool:
     swaps = [c for c in keras.tree.flatten(callbacks or []) if isinstance(c, keras.callbacks.SwapEMAWeights)]
     if any(callback.swap_on_epoch for callback in swaps):
         raise ConfigError(
-            "SwapEMAWeights has swap_on_epoch=True, and callbacks get the weights that are trained. Leave it out;"
+            "SwapEMAWeights has swap_on_epoch=True, but callbacks receive the trained weights. Leave swap_on_epoch out;"
             " training ends with the average."
         )
     return bool(swaps)

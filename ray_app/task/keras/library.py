@@ -48,7 +48,7 @@ def choose_backend() -> None:
         return
     other = os.environ.get(_VARIABLE, BACKEND)
     if other != BACKEND:
-        logger.info("%s is %s; workers train on PyTorch, so it is set to %s here.", _VARIABLE, other, BACKEND)
+        logger.info("%s is %s; workers train on PyTorch, so the variable is set to %s here.", _VARIABLE, other, BACKEND)
     os.environ[_VARIABLE] = BACKEND
 
 
@@ -64,9 +64,9 @@ def import_keras() -> Any:
 
     if keras.backend.backend() != BACKEND:
         raise ConfigError(
-            f"Keras runs on the backend {keras.backend.backend()} in this process, and programs train on PyTorch here."
-            f" Keras cannot change its backend once it is imported: set {_VARIABLE}={BACKEND} in the environment before"
-            " Python starts, or import ray_app.keras before keras."
+            f"Keras runs on the backend {keras.backend.backend()} in this process, but a run trains on PyTorch. Keras"
+            f" cannot change its backend after its import: set {_VARIABLE}={BACKEND} in the environment before Python"
+            " starts, or import ray_app.keras before keras."
         )
     return keras
 

@@ -48,8 +48,8 @@ class KerasMetric(Metric):
             if variable.aggregation not in ("sum", "none"):
                 raise ConfigError(
                     f"The metric {metric.name!r} ({type(metric).__name__}) keeps {variable.name} as"
-                    f" {variable.aggregation} over replicas, which cannot be put together from parts of the rows. Make"
-                    " it a sum (add_variable(aggregation='sum')), or write merge_state(metrics)."
+                    f" {variable.aggregation} over replicas, which cannot be combined from parts of the rows. Make it a"
+                    " sum (add_variable(aggregation='sum')), or write merge_state(metrics)."
                 )
         self.add_state("total", torch.zeros_like(library.flat_states(metric)), "sum")
 

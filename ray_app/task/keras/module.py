@@ -412,7 +412,7 @@ def refuse_steps(program: Any) -> None:
         )
     if names := [name for name in library.overridden_steps(program) if name in library.LOOP]:
         raise ConfigError(
-            f"{type(program).__name__} has {', '.join(names)} of its own, and a run has its own loop. Write train_step,"
+            f"{type(program).__name__} overrides {', '.join(names)}, but a run has its own loop. Write train_step,"
             " test_step, compute_loss or compute_metrics, which are called for each micro-batch; for another loop write"
             " a Task (docs/own-task.md)."
         )

@@ -140,14 +140,14 @@ def _refuse_features(optimizer: Any) -> None:
         (inputs := library.rate_inputs(source)) or len({float(optimizer.learning_rate) for _ in range(2)}) > 1
     ):
         raise ConfigError(
-            f"The learning rate of {name} is a function of {', '.join(inputs) or 'its calls'}, which changes unseen by"
-            " the workers. Let it read numbers alone, or write a keras.optimizers.schedules.LearningRateSchedule, which"
-            " is called with the number of the step."
+            f"The learning rate of {name} is a function of {', '.join(inputs) or 'its calls'}, and workers do not"
+            " notice its changes. Let it use only numbers, or write a keras.optimizers.schedules.LearningRateSchedule,"
+            " which receives the number of the step."
         )
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise ConfigError(
             "The model is compiled with a MultiOptimizer, whose optimizers a run cannot keep apart. Compile it with one"
-            " optimizer, or give groups of parameters other learning rates by optimizer.groups in the configuration."
+            " optimizer, or set learning rates of parameter groups with optimizer.groups in the configuration."
         )
 
 
@@ -173,9 +173,9 @@ def _make_groups(optimizer: Any, named: dict[str, Any]) -> list[dict[str, Any]]:
 def refuse_sharding(fields: dict[str, Any]) -> str | None:
     """Returns why an optimizer cannot update parts of parameters, None if it can."""
     if "optimizers" in fields:
-        return "several optimizers update weights of their own in a step"
+        return "several optimizers each update their own weights in a step"
     optimizer = fields["optimizer"]
-    serialized = optimizer["init_args"].get("serialized", {"class_name": "an optimizer of your own", "config": {}})
+    serialized = optimizer["init_args"].get("serialized", {"class_name": "a custom optimizer", "config": {}})
     name, config = serialized["class_name"], serialized["config"]
     reasons = {
         f"{name} computes with whole weights": name not in _ELEMENTWISE,
@@ -183,8 +183,8 @@ def refuse_sharding(fields: dict[str, Any]) -> str | None:
         "global_clipnorm is the norm of all weights; train.grad_clip_norm does the same": bool(
             config.get("global_clipnorm")
         ),
-        "a constraint looks at a whole weight": any("constraint" in group for group in optimizer["groups"] or []),
-        "the optimizer continues with the state that it has of whole weights": "continues" in optimizer["init_args"],
+        "a constraint needs a whole weight": any("constraint" in group for group in optimizer["groups"] or []),
+        "the optimizer continues with a state of whole weights": "continues" in optimizer["init_args"],
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -243,8 +243,8 @@ class KerasOptimizer(Optimizer):
         rates = {group["lr"] for group in self.param_groups}
         if len(rates) > 1:
             raise ConfigError(
-                f"The groups have the learning rates {sorted(rates)}, and an optimizer of Keras has one. Leave lr out"
-                " of optimizer.groups, or name an optimizer of torch.optim."
+                f"The groups have the learning rates {sorted(rates)}, but a Keras optimizer has one. Leave lr out of"
+                " optimizer.groups, or name an optimizer of torch.optim."
             )
         with library.device_scope(moved[0].device):
             if self._keras is None or [*map(id, self._variables)] != [*map(id, parameters)]:
@@ -371,7 +371,8 @@ def _find_slots(optimizer: Any) -> list[Slot]:
         if number is None and len(variable.shape):
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {variable.name} of shape {tuple(variable.shape)} for all weights"
-                " together; the state here belongs to weights. Make it by add_variable_from_reference for each."
+                " together, but a run stores state per weight. Create the variable with add_variable_from_reference for"
+                " each weight."
             )
         count = counts[number, base]
         counts[number, base] += 1

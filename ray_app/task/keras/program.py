@@ -36,7 +36,7 @@ def spec_of_program(model: str | Spec, field: str = _FIELD, result: str = "a com
     if not isinstance(spec, dict) or not isinstance(spec.get("class_path"), str) or "." not in spec["class_path"]:
         raise ConfigError(
             f"{field} is {model!r}; it must be the import path of a function that returns {result}, such as"
-            f" my_program.get_{field.rpartition('.')[2]}, or such a path as class_path with init_args."
+            f" my_program.get_{field.rpartition('.')[2]}, or a class_path with init_args."
         )
     return spec
 
@@ -59,8 +59,8 @@ def load_saved(path: str) -> Any:
                 return keras.saving.load_model(file)
         except (TypeError, ValueError, ImportError, AttributeError) as error:
             raise ConfigError(
-                f"Keras cannot make the model of {path} again: {error}\nGive the model itself, or a function that"
-                " returns it: Keras reads classes and functions of a program only where they are registered."
+                f"Keras cannot rebuild the model of {path}: {error}\nPass the model itself, or a function that returns"
+                " it: Keras loads classes and functions of a program only if they are registered."
             ) from error
 
 
@@ -95,21 +95,21 @@ def load_stored(path: str, sha256: str, structure: str) -> Any:
         return copies.load_program(*shared)
     if not path:
         raise ConfigError(
-            "The model of this run cannot be pickled, so only the process that has trained it can make it again. Load"
-            " what model.save has written, or give fit a function that returns the model."
+            "The model of this run cannot be pickled, so only the process that trained it can rebuild it. Load the file"
+            " of model.save, or pass fit a function that returns the model."
         )
     data = _read_model(path)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ConfigError(
-            f"{path} has changed since the configuration of the run was written, so it is not read: it contains code."
-            " Restore it, or start a run with another name."
+            f"{path} has changed since the configuration of the run was writtenand is not loaded, because it contains"
+            " code. Restore the file, or start a run with another name."
         )
     try:
         return copies.load_program(data)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"The model of {path} needs what cannot be imported here: {error}. Install the module on all nodes, or keep"
-            " it in the folder of the program."
+            f"The model of {path} needs a module that cannot be imported here: {error}. Install the module on all"
+            " nodes, or keep it in the folder of the program."
         ) from error
 
 
@@ -118,7 +118,7 @@ def _read_model(path: str) -> bytes:
         return to_location(path).read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(
-            f"There is no file {path}, which the task names as its model. Give a path that every node can read."
+            f"The file {path}, which the task names as its model, does not exist. Set a path that every node can read."
         ) from error
 
 

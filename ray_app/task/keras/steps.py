@@ -109,7 +109,7 @@ def examine_steps(program: Any, data: Any) -> OwnSteps:
     fixed = [variable for variable in trained if id(variable) not in moving]
     versions = {id(variable): tensor_version(library.tensor_of(variable)) for variable in fixed}
     for variable in fixed:
-        vars(variable)["assign"] = lambda *_: _refuse(program, "assigns weights beside its optimizers")
+        vars(variable)["assign"] = lambda *_: _refuse(program, "assigns weights without its optimizers")
     try:
         with _intercept(program, lambda *call: calls.append(call)):
             train_logs = list(program.train_step(data))
@@ -118,10 +118,10 @@ def examine_steps(program: Any, data: Any) -> OwnSteps:
         phases = [StepPhase(name, tuple(numbers[id(v)] for v, _ in gradients)) for name, gradients in calls]
         weights = dict(phases)
         if not phases or any(weights[phase.optimizer] != phase.weights for phase in phases):
-            _refuse(program, "calls apply of no optimizer of the model, or of one with other weights each time")
+            _refuse(program, "calls apply of no optimizer of the model, or with other weights each time")
         moved = [v.path for v in trained if (now := tensor_version(library.tensor_of(v))) != versions.get(id(v), now)]
         if moved or _plain_attributes(program) != plain:
-            _refuse(program, f"changes {moved or 'numbers in attributes'}, no part of a checkpoint")
+            _refuse(program, f"changes {moved or 'numbers in attributes'}, which no checkpoint contains")
         carried, left_out = _carried_metrics(program, data, train_logs)
         remaining = list(phases)
 
@@ -208,7 +208,7 @@ def run_train_step(
         pass
     else:
         if names != [one.optimizer for one in phases]:
-            _refuse(program, f"calls apply of {names}, and before of {[one.optimizer for one in phases]}")
+            _refuse(program, f"calls apply of {names}, but before of {[one.optimizer for one in phases]}")
     return logs, taken
 
 
@@ -249,8 +249,8 @@ def _refuse(program: Any, reason: str, error: Exception | None = None) -> NoRetu
     file = getattr(sys.modules.get(type(program).__module__), "__file__", code.co_filename)
     lines = [call.lineno for call in calls if (call.filename, call.name) == (code.co_filename, code.co_name)]
     raise ConfigError(
-        f"train_step of {type(program).__name__} ({file}:{lines[-1] if lines else code.co_firstlineno})"
-        f" {reason}. A step here is a loss, its gradients and apply of optimizers that the model has as attributes, the"
-        " same in each step: weights move when the gradients of all workers are added. Write a Task for another one"
-        " (docs/own-task.md)."
+        f"train_step of {type(program).__name__} ({file}:{lines[-1] if lines else code.co_firstlineno}) {reason}. A"
+        " step must compute a loss and its gradients, and call apply of optimizers that are attributes of the model,"
+        " the same in each step: weights change when the gradients of all workers are added. For other steps, write a"
+        " Task (docs/own-task.md)."
     ) from error

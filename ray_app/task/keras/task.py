@@ -121,7 +121,7 @@ class KerasTask(BatchTask):
         _need_columns(inputs, columns, scale)
         if class_weight and not isinstance(target, str):
             raise ConfigError(
-                "`class_weight` is only supported for Models with a single output. Give the weights of rows as"
+                "`class_weight` is only supported for Models with a single output. Pass the weights of rows as"
                 " sample_weight."
             )
         self.model_inputs = inputs
@@ -152,7 +152,7 @@ class KerasTask(BatchTask):
         prepared.keras_settings = asdict(settings)
         prepared.column_types = {name: _type_of(data.columns[name]) for name in self.columns()}
         if not prepared.compiled:
-            with torch.random.fork_rng(devices=[]), user_code(lambda: "making the model of the program"):
+            with torch.random.fork_rng(devices=[]), user_code(lambda: "building the model of the program"):
                 module = prepared._build()
             fields = describe_optimizers(module.program, module.trained_variables(), module.steps.phases)
             prepared.compiled = {
@@ -168,7 +168,7 @@ class KerasTask(BatchTask):
             prepared.monitored = monitored_fields(self._make_callbacks()[0])
             if self.evaluate_average and not library.inner_optimizer(module.program.optimizer).use_ema:
                 raise ConfigError(
-                    "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, and that of the model"
+                    "SwapEMAWeights must be used when `use_ema=True` is set on the optimizer, but the model's optimizer"
                     " keeps no average. Compile the model with use_ema=True, or leave the callback out."
                 )
         return prepared
@@ -178,7 +178,7 @@ class KerasTask(BatchTask):
         traits, fields = config.train.strategy_traits, self.optimizer_fields()
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
-            logger.info("optimizer of the configuration counts, not that of the compiled model.")
+            logger.info("optimizer of the configuration overrides the compiled model's optimizer.")
         facts, has_no_step = self._facts, traits.has_servers or traits.has_outer_optimizer
         callback_fields = self.configuration_fields()
         for name in [*facts.left_out, *(facts.carried if has_no_step else ())]:
@@ -188,7 +188,7 @@ class KerasTask(BatchTask):
         arguments = fields.get("optimizer", {}).get("init_args", {})
         has_scale = self.initial_loss_scale() is not None
         problems = {
-            "optimizers are those of the program; leave optimizers out.": bool(config.optimizers),
+            "The program defines its optimizers; leave optimizers out.": bool(config.optimizers),
             "The train_step of the model computes gradients itself; leave train.compile, train.freeze, float16 out.": (
                 bool(self.phases())
                 and (config.train.compile or bool(config.train.freeze) or config.train.precision == "fp16" or has_scale)
@@ -197,23 +197,23 @@ class KerasTask(BatchTask):
             " use ddp or single.": (
                 (bool(self.phases()) or has_scale or self.compiled["moves"]) and not traits.can_alternate_optimizers
             ),
-            f"{', '.join(facts.kept)}: its reset_state resets nothing, so Keras adds validation rows to its training"
-            " rows. Let it reset, or train without data.eval_path.": bool(facts.kept and config.data.evaluation_path),
-            "A callback decides by val_ metrics, and data.eval_path is missing. Give it.": (
+            f"{', '.join(facts.kept)}: reset_state resets nothing, so Keras adds validation rows to training rows. Let"
+            " it reset, or train without data.eval_path.": bool(facts.kept and config.data.evaluation_path),
+            "A callback uses val_ metrics, but data.eval_path is missing. Set it.": (
                 metric is not None and config.data.evaluation_path is None
             ),
-            f"evaluate.metric is {own_metric!r}, and a callback monitors val_{metric}; a run decides by one metric."
-            " Name one of them.": None not in (metric, own_metric) and metric != own_metric,
-            "train.capture needs each step to do the same; Keras draws seeds on the host in each. Leave it out.": (
+            f"evaluate.metric is {own_metric!r}, but a callback monitors val_{metric}; a run uses one metric. Choose"
+            " one.": None not in (metric, own_metric) and metric != own_metric,
+            "train.capture needs identical steps, but Keras draws seeds on the host in each. Leave it out.": (
                 config.train.capture
             ),
-            f"A loss has reduction='sum', and train.strategy {config.train.strategy} has no step with all rows of a"
+            f"A loss has reduction='sum', but train.strategy {config.train.strategy} has no step with all rows of a"
             " batch. Use ddp, or compile the model with reduction='sum_over_batch_size'.": (
                 "sum" in facts.reductions and has_no_step
             ),
-            "train.freeze is set, and the optimizer continues with a state of all weights. Compile the model again for"
-            " a new one.": is_own and bool(config.train.freeze) and "continues" in arguments,
-            f"train.strategy is {config.train.strategy}, which updates parts of weights, and {reason}. Use ddp, compile"
+            "train.freeze is set, but the optimizer continues with a state of all weights. Compile the model again for"
+            " a new optimizer.": is_own and bool(config.train.freeze) and "continues" in arguments,
+            f"train.strategy is {config.train.strategy}, which updates parts of weights, but {reason}. Use ddp, compile"
             " the model with another optimizer, or name one of torch.optim in optimizer.": reason is not None,
         }
         return [problem for problem, applies in problems.items() if applies]
@@ -253,7 +253,7 @@ class KerasTask(BatchTask):
         """Returns the callbacks of the program that run, and a line for each of the others."""
         if self.callbacks is None:
             return [], []
-        with user_code(lambda: "making the callbacks of the program"):
+        with user_code(lambda: "creating the callbacks of the program"):
             callbacks = instantiate(self.callbacks, _CALLBACKS)
         if evaluates_average(callbacks) and not self.evaluate_average:
             raise ConfigError("SwapEMAWeights is among the callbacks; set task.init_args.evaluate_average: true.")
@@ -338,7 +338,7 @@ class KerasTask(BatchTask):
         classes = y if y.ndim < 2 else y.argmax(-1) if y.shape[-1] > 1 else y.squeeze(-1)
         if classes.ndim > 1:
             raise ConfigError(
-                f"class_weight is for one class in each row, and y has the shape {tuple(y.shape)}. Give sample_weight."
+                f"class_weight needs one class per row, but y has the shape {tuple(y.shape)}. Pass sample_weight."
             )
         weights = torch.ones(len(y), device=y.device)
         for number, weight in self.class_weight:
@@ -484,10 +484,10 @@ def _need_columns(inputs: Columns, columns: list[str], scale: float) -> None:
     """Raises ConfigError for invalid columns or scale."""
     if not columns or not all(isinstance(name, str) for name in columns):
         raise ConfigError(
-            f"task.init_args.inputs is {inputs!r}; name the column that the model takes, or several in a list."
+            f"task.init_args.inputs is {inputs!r}; name the input column of the model, or several in a list."
         )
     if not scale:
-        raise ConfigError("task.init_args.scale is 0; inputs are divided by it. Leave it out, or give 255 for pixels.")
+        raise ConfigError("task.init_args.scale is 0; inputs are divided by it. Leave it out, or set 255 for pixels.")
 
 
 def _type_of(column: ColumnFacts) -> list[Any]:

@@ -295,7 +295,7 @@ class CheckpointWriter:
             record_skipped = partial(self._record_skipped, fence, pins)
             self._store.retain(self._section.keep_last, self._best_steps(), pins, record_skipped)
         except Exception as error:
-            logger.warning("Old checkpoints could not be removed, will try again: %s", error)
+            logger.warning("Old checkpoints could not be removed, trying again: %s", error)
 
 
 @dataclass(frozen=True)
@@ -348,9 +348,9 @@ def check_snapshot_memory(model: nn.Module, free_bytes: int) -> None:
     needed = 2 * _state_bytes(model)
     if needed > free_bytes:
         raise ConfigError(
-            f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node, and on"
-            f" one other node; {free_bytes / 1e9:.1f} GB are free here. Leave it out, or start the driver where there"
-            " is more memory."
+            f"checkpoint.snapshot_every_steps needs about {needed / 1e9:.1f} GB of memory on the driver's node and on"
+            f" one other node, but {free_bytes / 1e9:.1f} GB are free here. Leave the field out, or start the driver on"
+            " a node with more memory."
         )
 
 
@@ -376,8 +376,8 @@ def warn_of_copies(model: nn.Module) -> None:
     needed, free = 2 * _state_bytes(model), psutil.virtual_memory().available
     if needed > free:
         logger.warning(
-            "Two copies of the training state take about %.1f GB of the memory of %s, and %.1f GB are free: checkpoints"
-            " may end this worker. Use nodes with more memory.",
+            "Two copies of the training state take about %.1f GB of the memory of %s, but %.1f GB are free: checkpoints"
+            " may kill this worker. Use nodes with more memory.",
             *(needed / 1e9, platform.node(), free / 1e9),
         )
 

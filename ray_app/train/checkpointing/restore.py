@@ -60,7 +60,7 @@ def restore_state(
     except (OSError, CheckpointError) as error:
         if in_memory is None:
             raise
-        logger.warning("Going on from the snapshot in memory, since no checkpoint can be read: %s", error)
+        logger.warning("Continuing from the snapshot in memory, since no checkpoint can be read: %s", error)
         checkpoint = None
     if in_memory is not None and checkpoint is None:
         snapshot, records = in_memory
@@ -131,5 +131,5 @@ def record_fallback(job: Job, fallback: Fallback) -> None:
     except OSError as error:
         # The event is better recorded twice than not at all.
         logger.warning("The events could not be read: %s", error)
-    logger.warning("The checkpoint %s is passed over: %s", fallback.name, fallback.reason)
+    logger.warning("The checkpoint %s is skipped: %s", fallback.name, fallback.reason)
     put_event(job.paths, "fallback", job.fence, **details)

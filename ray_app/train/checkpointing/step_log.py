@@ -449,7 +449,7 @@ class StepLog:
             return {(commit.step, commit.fence) for commit in CheckpointStore(self._job.paths).commits()}
         except OSError as error:
             logger.warning(
-                "The checkpoints could not be listed, so the newest ones are written again where they are missing: %s",
+                "The checkpoints could not be listed, so missing new ones are written again: %s",
                 error,
             )
             return set()
@@ -569,13 +569,13 @@ class BadRows:
             self._listed |= self._pending.keys()
             self._pending = {}
         except OSError as error:
-            logger.warning("Bad rows could not be listed, will try again: %s", error)
+            logger.warning("Bad rows could not be listed, trying again: %s", error)
             return
         if num_bad_rows > max_bad_rows:
             raise DataError(
                 f"{num_bad_rows} rows cannot be decoded, more than data.max_bad_rows = {max_bad_rows}; {folder} lists"
-                " them with the reasons. Start the run again with a higher limit, and it goes on where it was, or fix"
-                " the data for a new run."
+                " them with the reasons. Start the run again with a higher limit to continue it, or fix the data for a"
+                " new run."
             )
 
     def _put(self, position: int, reason: str) -> None:

@@ -77,8 +77,8 @@ class Turns(Optimizer):
             members = {name: p for name, p in trained.items() if name in names}
             if shared := [name for name in members if name in owners]:
                 raise ConfigError(
-                    f"{field} names {join_names(shared)}, which optimizers.{owners[shared[0]]} has, too; each"
-                    " parameter belongs to one optimizer."
+                    f"{field} names {join_names(shared)}, which optimizers.{owners[shared[0]]} also has; each parameter"
+                    " belongs to one optimizer."
                 )
             if not members:
                 raise ConfigError(f"{field} names no trained parameter; name some, or remove optimizers.{turn}.")
@@ -87,7 +87,7 @@ class Turns(Optimizer):
             self.optimizers[turn] = make(spec, members, f"optimizers.{turn}")
         if unowned := [name for name in trained if name not in owners]:
             raise ConfigError(
-                f"No optimizer has the parameters {join_names(unowned)}; name them in one, or in train.freeze."
+                f"No optimizer has the parameters {join_names(unowned)}; name each in one, or in train.freeze."
             )
         self._update_groups()
 

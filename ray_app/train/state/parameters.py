@@ -85,7 +85,7 @@ def group_parameters(
         patterns = group.get(NAMES) or []
         if not isinstance(patterns, list) or not (patterns or group.get(NORMS_AND_BIASES)):
             raise ConfigError(
-                f"{field} has {group}; say which parameters have these options by {NAMES}, a list, or by"
+                f"{field} has {group}; name the parameters with these options by {NAMES}, a list, or by"
                 f" {NORMS_AND_BIASES}: true."
             )
         names = {name for pattern in patterns for name in match_names(named, pattern, field)}
@@ -120,7 +120,7 @@ def check_group_options(optimizer: Optimizer, groups: Sequence[dict[str, Any]], 
                 raise ConfigError(
                     f"{field} sets {name!r}, which is not an option of {type(optimizer).__name__};"
                     + (f" the nearest is {near[0]}, and" if near else "")
-                    + f" there are {', '.join(optimizer.defaults)}."
+                    + f" the options are {', '.join(optimizer.defaults)}."
                 )
             if isinstance(optimizer.defaults[name], float | int) and not isinstance(value, float | int):
                 raise ConfigError(f"{field} sets {name} to {value!r}; it must be a number.")
@@ -196,8 +196,8 @@ def make_contiguous(model: nn.Module) -> nn.Module:
         if any(size > 1 and not step for size, step in zip(p.shape, p.stride(), strict=True)):
             raise ConfigError(
                 f"Values of the parameter {name}, of shape {tuple(p.shape)}, share their memory (expand): an optimizer"
-                " would move one value several times in a step. Make it with .clone(), so that each has its own, or"
-                " make the parameter small and expand it in forward."
+                " would update one value several times in a step. Create the parameter with .clone(), or make it small"
+                " and expand it in forward."
             )
         if p.stride() != torch.empty(p.shape, device="meta").stride():
             # `contiguous()` would not copy where a size is 1: PyTorch calls such a tensor contiguous with any stride.
@@ -227,10 +227,10 @@ def read_parameters(path: str, digest: str | None) -> dict[str, Tensor]:
     # Neither library says which exceptions it raises, so every exception counts.
     except Exception as error:
         foreign = name_foreign_file(data[:HEAD_BYTES])
-        reason = f"it is {foreign}" if foreign else next(iter(str(error).splitlines()), "").rstrip(".")
+        reason = f"the file is {foreign}" if foreign else next(iter(str(error).splitlines()), "").rstrip(".")
         raise ConfigError(
-            f"train.init_from {path!r} is neither a safetensors file nor one of torch.save with tensors alone, and"
-            f" nothing of it was run: {reason}. Save the parameters by safetensors.torch.save_file, or by"
+            f"train.init_from {path!r} is neither a safetensors file nor one of torch.save with only tensors, and none"
+            f" of its code was run: {reason}. Save the parameters with safetensors.torch.save_file, or with"
             " torch.save(model.state_dict(), FILE)."
         ) from error
     check_parameters_digest(parameters, path, digest)
@@ -244,7 +244,7 @@ def _parse_state_dict(data: bytes) -> dict[str, Tensor]:
     for prefix in ("module.", "_orig_mod."):
         consume_prefix_in_state_dict_if_present(state, prefix)
     if wrong := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ValueError(f"{join_names(list(map(str, wrong)), _MAX_DIFFERENCES)} in it are no tensors")
+        raise ValueError(f"{join_names(list(map(str, wrong)), _MAX_DIFFERENCES)} in it are not tensors")
     # Tied parameters are copied, since safetensors, in which the run keeps them, has no shared memory.
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in state.items()}
 
@@ -270,8 +270,8 @@ def check_parameters_digest(parameters: Mapping[str, Tensor | StoredTensor], pat
     """
     if digest is not None and params_digest(parameters) != digest:
         raise ConfigError(
-            f"train.init_from {path!r} holds parameters with the digest {params_digest(parameters)}, but the run begins"
-            f" with {digest}. Give the parameters that the run began with, or start a new run."
+            f"train.init_from {path!r} holds parameters with the digest {params_digest(parameters)}, but the run began"
+            f" with {digest}. Name the parameters with which the run began, or start a new run."
         )
 
 
@@ -300,8 +300,8 @@ def match_initial_parameters(model: nn.Module, initial: Mapping[str, Any], init_
     problems = _differences(expected, matched)
     if problems:
         raise ConfigError(
-            f"train.init_from {init_from!r} does not fit the model: {'; '.join(problems)}. Give parameters of the same"
-            " model, or set task.init_args to what they were trained with."
+            f"train.init_from {init_from!r} does not fit the model: {'; '.join(problems)}. Name parameters of the same"
+            " model, or set task.init_args as in their training."
         )
     return matched
 

@@ -58,8 +58,8 @@ from ray_app.train.state.transfer import (
 NO_STATE = -1
 """The value of `TrainingState.step` while a worker has no state yet."""
 _NO_TRUSTED_STATE = (
-    "After a failure the workers that are left have different states of the same step, and there is neither a"
-    " checkpoint nor a snapshot to go on from. Start again, and set checkpoint.every_steps so that there is one."
+    "After a failure, the remaining workers have different states of the same step, and there is no checkpoint or"
+    " snapshot to continue from. Start again with a lower checkpoint.every_steps."
 )
 
 
@@ -337,8 +337,8 @@ class TrainingState:
         if config.schedule is not None:
             if self.schedule is not None:
                 raise ConfigError(
-                    f"schedule is {config.schedule.class_path}, and the task brings a {type(self.schedule).__name__}"
-                    " with its optimizer; a run has one. Leave schedule out, or let the task bring the optimizer alone."
+                    f"schedule is {config.schedule.class_path}, but the task returns a {type(self.schedule).__name__}"
+                    " with its optimizer; a run has one schedule. Leave schedule out, or return only the optimizer."
                 )
             self.schedule = make_schedule(config.schedule, self.optimizer, self._total_steps)
 
@@ -559,8 +559,8 @@ def make_schedule(spec: ClassSpec, optimizer: Optimizer, total_steps: int) -> LR
     rates = [group["lr"] for group in optimizer.param_groups]
     if len(set(rates)) > 1 and isinstance(args.get("max_lr"), float | int):
         raise ConfigError(
-            f"schedule {schedule_class.__name__} has max_lr {args['max_lr']} for all {len(rates)} groups of parameters,"
-            f" whose own rates {rates} it would replace; give max_lr as a list, one for each of these."
+            f"schedule {schedule_class.__name__} has max_lr {args['max_lr']} for all {len(rates)} parameter groups, and"
+            f" would replace their rates {rates}; set max_lr to a list with one value for each of these."
         )
     if "total_steps" in parameters and not _LENGTHS & args.keys():
         args["total_steps"] = total_steps

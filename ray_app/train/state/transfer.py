@@ -396,7 +396,7 @@ def _lock_pages(memory: mmap.mmap) -> bool:
             return True
         _is_refused = True
         logger.warning(
-            "The driver locks no %d bytes of host memory (%s); copies of the state take longer", len(memory), reason
+            "The driver cannot lock %d bytes of host memory (%s); copies of the state take longer", len(memory), reason
         )
     return False
 

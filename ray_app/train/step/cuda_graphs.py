@@ -50,8 +50,8 @@ def make_graph_backend(device: torch.device) -> GraphBackend:
     kind = kind_of(device)
     if not kind.has_graphs:
         raise ConfigError(
-            f"train.capture is set, and a worker computes on its {kind.name.upper()}, which has no CUDA graphs. Give"
-            " the workers GPUs (scaling.gpus_per_worker), or leave it out: the bits are the same without."
+            f"train.capture is set, but a worker computes on its {kind.name.upper()}, which has no CUDA graphs. Give"
+            " the workers GPUs (scaling.gpus_per_worker), or leave it out: the result is bit-identical without it."
         )
     return kind.make_graph_backend(device)
 
@@ -153,7 +153,7 @@ class CudaGraphs(Passes):
         self._backend.warm_up(work)
         if not self._kind.is_host and not torch.equal(torch.default_generator.get_state(), generators[0]):
             raise _capture_error(
-                "it draws random numbers on the host, which each replay would repeat; draw them on the device"
+                "the step draws random numbers on the host, which each replay would repeat; draw them on the device"
             )
         self._restore(buffers, generators)
         # The gradients of the warm-up are not in the memory of the graph.
@@ -181,7 +181,7 @@ class CudaGraphs(Passes):
         """
         if field.device.type != self._device.type:
             raise _capture_error(
-                f"the field {name} is on the {field.device.type}, and each replay would use the values of the capture;"
+                f"the field {name} is on the {field.device.type}, so each replay would use the values of the capture;"
                 " let augment move it to the device"
             )
         if any(stride == 0 and size > 1 for size, stride in zip(field.shape, field.stride(), strict=True)):
@@ -211,8 +211,8 @@ class CudaGraphs(Passes):
         for name, pairs in pairs_by_name.items():
             if not all(_is_bit_identical(a, b) for a, b in pairs):
                 raise _capture_error(
-                    f"{name} of a replay is not that of an eager pass with the same rows; it depends on something on"
-                    " the host that changes"
+                    f"{name} of a replay differs from an eager pass with the same rows: it depends on changing values"
+                    " on the host"
                 )
 
     def _drop_gradients(self) -> None:
@@ -294,7 +294,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 def _capture_error(reason: str) -> ConfigError:
     return ConfigError(
-        f"train.capture is set, and a micro-batch cannot be captured: {reason}. What forward and loss do has to be the"
-        " same for all rows of one shape, without waiting for the device (.item(), boolean masks, nonzero, print)."
-        " Change it, or leave train.capture out: the bits are the same without."
+        f"train.capture is set, but a micro-batch cannot be captured: {reason}. Forward and loss must make the same"
+        " operations for all rows of one shape, without waiting for the device (.item(), boolean masks, nonzero,"
+        " print). Change them, or leave train.capture out: the result is bit-identical without it."
     )

@@ -179,7 +179,7 @@ def replaced_tensor_error(name: str) -> ConfigError:
     """Returns the error for a forward that replaced the tensor of a parameter or a buffer."""
     return ConfigError(
         f"Training gives the model another tensor for {name} (self.{name.rpartition('.')[2]} = ...). The other workers,"
-        " the optimizer and the rollback of a failed step still use the first one. Write into that one instead:"
+        " the optimizer and the rollback of a failed step still use the first one. Write into the first one instead:"
         f" self.{name.rpartition('.')[2]}.copy_(...)."
     )
 
@@ -469,6 +469,6 @@ def raise_non_finite(
     )
     raise NonFiniteError(
         f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the loss ({result.loss}) or the gradient is not"
-        f" finite, from {sources or unknown_source}. The optimizer did not move. Look at these rows, lower the learning"
+        f" finite, from {sources or unknown_source}. The optimizer made no update. Check these rows, lower the learning"
         " rate, or set train.grad_clip_norm."
     )

@@ -333,10 +333,10 @@ class SdcChecker:
         rank = corrupt_rank(share, checksums, tie_breakers)
         if rank is None:
             raise IrreproducibleError(
-                f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed the gradient of logical"
-                f" worker {share.logical_worker} and do not agree. Either the task draws random numbers that the seed"
-                " does not decide, or uses operations that are not deterministic (ray-app check finds both), or a"
-                " device errs, and there are too few workers to tell which."
+                f"Step {self._step}: ranks {sorted({share.owner, share.by, *ranks})} computed different gradients of"
+                f" logical worker {share.logical_worker}. Either the task draws random numbers that do not depend on"
+                " the seed, or uses nondeterministic operations (ray-app check finds both), or a device is faulty, and"
+                " there are too few workers to identify it."
             )
         worker = self._workers.devices[rank]
         # The corrupt rank ends, so another one records the finding.
@@ -349,8 +349,8 @@ class SdcChecker:
         )
         if rank == this_rank:
             raise WrongResultError(
-                f"This worker is corrupt: {message}; other ranks agree on another result. It ends, so that no result of"
-                " this step is kept."
+                f"This worker is corrupt: {message}; other ranks agree on another result. The worker ends, and no"
+                " result of this step is kept."
             )
         raise PeerLostError(f"{message}, and ends")
 
@@ -398,7 +398,7 @@ class SdcMonitor:
         self._rank = world.rank
         for finding in self._findings if world.rank == 0 else []:
             reason = f"{finding.worker.name} ({finding.worker.device}) computed step {finding.step} wrongly"
-            suspect(finding.clean, f"{reason}; it was last known to be right after step {finding.clean}")
+            suspect(finding.clean, f"{reason}; its last verified result is from step {finding.clean}")
         self._findings.clear()
 
     def gather_workers(self, world: World) -> ComparedWorkers | None:
@@ -442,4 +442,4 @@ class SdcMonitor:
             return
         checksums = gather(state_checksum(self._state.model.state_dict().values()), world)
         if len(set(checksums)) > 1:
-            raise PeerLostError(f"after step {finished_steps} the parameters of the workers are not the same")
+            raise PeerLostError(f"after step {finished_steps} the parameters of the workers differ")

@@ -410,8 +410,8 @@ def check_same_metrics(key_lists: set[tuple[MetricKey, ...]]) -> None:
     if len(key_lists) > 1:
         lists = " and ".join(sorted(", ".join(key.name for key in keys) or "none" for keys in key_lists))
         raise ConfigError(
-            f"The losses of some rows came with other metrics than those of others: {lists}. Return the same names for"
-            " every batch, with zeros where a metric has no value."
+            f"The losses of some rows have other metrics than the losses of other rows: {lists}. Return the same names"
+            " for every batch, with zeros where a metric has no value."
         )
 
 

@@ -382,8 +382,8 @@ class ShardedPlacement(Placement):
         def shard(model: nn.Module) -> None:
             if source is None and len(set(gather(state_checksum(model.state_dict().values()), world))) > 1:
                 raise ConfigError(
-                    "train.strategy is fsdp, and build_model returns other parameters on other workers, so that their"
-                    " shards do not fit together. Draw from torch's generators, which the run has seeded."
+                    "train.strategy is fsdp, but build_model returns different parameters on different workers, so"
+                    " their shards do not fit together. Draw from torch's generators, which the run has seeded."
                 )
             with collective():
                 shard_model(model, self._units, self._train, self._device, world)

@@ -184,7 +184,7 @@ def test_sigterm_before_the_first_step_interrupts_the_run_cleanly(
     in_dry_run.wait_until((gate / "reached").exists)
     in_dry_run.process.send_signal(signal.SIGTERM)
     assert in_dry_run.end() == 75
-    assert "Interrupted; starting it again" in in_dry_run.err.read_text()
+    assert "Interrupted; start the run again" in in_dry_run.err.read_text()
     assert not RunPaths(tmp_path / "runs" / "run").root.exists()
 
     paths = RunPaths(tmp_path / "runs" / "started")

@@ -29,7 +29,7 @@ def test_a_drill_on_its_own_cluster_certifies_equal_parameters(digits: Path, tmp
     assert certificate["verdict"] in done.stdout
     killed, two, node = certificate["scenarios"]
     assert [s["outcome"] for s in (killed, two, node)] == ["equal", "left out", "equal"]
-    assert two["reason"] == "it needs 3 workers so that one goes on, there are 2"
+    assert two["reason"] == "the scenario needs 3 workers, so that one survives, but has 2"
     for scenario in (killed, node):
         assert scenario["params_digest"] == digest
         assert scenario["rows"] == certificate["undisturbed"]["rows"]

@@ -139,7 +139,7 @@ def test_an_interrupt_during_the_cluster_start_leaves_no_process(digits: Path, t
 def test_in_process_runs_are_refused_where_they_would_share_random_state(digits: Path, tmp_path: Path) -> None:
     in_background, second, first, third = last_output(_IN_FRONT, digits, tmp_path)
     assert "Use run_training, or another strategy" in in_background
-    assert "Let it end, or use another strategy" in second
+    assert "Wait until it ends, or use another strategy" in second
     assert (first, third) == ("finished", "finished")
 
 

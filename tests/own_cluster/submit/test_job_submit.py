@@ -224,7 +224,7 @@ def test_a_stopped_job_is_closed_and_continues_when_submitted_again(
     outcome = flows["stopped"].result(_JOB_S)
     assert (outcome["code"], outcome["job"]["status"]) == (75, "STOPPED"), outcome["output"]
     assert "Stopping after this step, with a checkpoint ..." in outcome["output"]
-    assert "somebody stopped the job; submitting the same run.name again continues it" in outcome["output"]
+    assert "the job was stopped by a user; submitting the same run.name again continues it" in outcome["output"]
     summary = outcome["summary"]
     assert (summary["status"], outcome["ended"], outcome["mlflow"]) == ("interrupted", ["interrupted"], "KILLED")
     steps = [
@@ -236,7 +236,7 @@ def test_a_stopped_job_is_closed_and_continues_when_submitted_again(
     assert (outcome["code again"], outcome["job again"]["driver_exit_code"]) == (130, 0), outcome["output again"]
     assert outcome["job again"]["metadata"]["ray_app_directory"] == str(cluster.paths("stopped").root)
     assert "as job stopped-2 (try 1 of 4)" in outcome["output again"]
-    assert "The job stopped-2 goes on." in outcome["output again"]
+    assert "The job stopped-2 continues." in outcome["output again"]
     final = cluster.summary("stopped")
     assert (final["status"], final["params_digest"]) == ("finished", undisturbed[0]["params_digest"])
     assert (final["redone_steps"], final["restarts"]["driver"]) == (0, 1)

@@ -72,10 +72,10 @@ def test_a_project_with_a_keras_model_passes_its_test_and_exports_the_model(tmp_
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["full"], "full is not empty (it holds .hidden), and nothing is overwritten. Name a new or an empty folder."),
+        (["full"], "full is not empty (it has .hidden), and no file is overwritten. Name a new or an empty folder."),
         (["file"], "A project cannot be written to "),
-        (["3d"], "called '3d', which is not a name that Python imports. Give another name with --package"),
-        (["class"], "called 'class', which is not a name that Python imports"),
+        (["3d"], "called '3d', which Python cannot import. Set another name with --package"),
+        (["class"], "called 'class', which Python cannot import"),
         (["new", "--package", "torch"], "called 'torch', as an installed module is, and one would hide the other"),
         (["random"], "called 'random', as an installed module is"),
         (["tests"], "called 'tests', as a part of the project is"),

@@ -60,7 +60,7 @@ def test_a_machine_with_another_token_is_told_so_and_one_with_the_token_gets_the
     port = free_port()
     with closing(Followers((LOCALHOST, port), TOKEN)) as followers:
         machines = Machines(LOCALHOST, port - 1, 1, 2)
-        with pytest.raises(ConfigError, match="Give all machines the same token"), _follow(machines, "e" * 64, []):
+        with pytest.raises(ConfigError, match="Set the same token on all machines"), _follow(machines, "e" * 64, []):
             pass
         assert followers.ranks() == set()
         followers.send("ready")
@@ -120,7 +120,7 @@ def test_a_burst_of_strangers_keeps_no_machine_out(tmp_path: Path) -> None:
 def test_the_first_machine_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_FORM_S", 0.1)
     machines = Machines(LOCALHOST, free_port(), 0, 3, ("worker 0 (a:1)", "worker 1 (a:2)", "ps 0 (a:3)"), 0, False)
-    with pytest.raises(RayAppError, match=r"for worker 1 \(a:2\), ps 0 \(a:3\), in vain"), _lead(machines, TOKEN, []):
+    with pytest.raises(RayAppError, match=r"worker 1 \(a:2\), ps 0 \(a:3\) did not join"), _lead(machines, TOKEN, []):
         pass
 
 

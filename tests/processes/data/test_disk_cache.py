@@ -197,10 +197,10 @@ def size_of(job: Job) -> int:
 
 def test_a_small_limit_caches_some_rows(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     cache, counting = open_job_cache(job, FEW_GB), CountingFetch()
-    assert "has room for about 64 of 97 rows within data.cache_gb" in caplog.text
+    assert "holds about 64 of 97 rows within data.cache_gb" in caplog.text
     for epoch in range(3):
         assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
-    assert "takes no more rows" in caplog.text
+    assert "accepts no more rows" in caplog.text
     assert 97 < counting.rows < 2.5 * 97, "the cache holds fewer rows than it has capacity for"
     assert size_of(job) <= FEW_GB * 1e9
     cache.close()
@@ -303,7 +303,7 @@ def test_rows_that_a_full_disk_cannot_hold_are_read_in_every_epoch(
     cache, counting = open_job_cache(job), CountingFetch()
     for epoch in range(2):
         assert_equal_to_uncached(job, epoch, epoch_of(job, epoch, cache.around(counting)))
-    assert caplog.text.count("takes no more rows") == 1
+    assert caplog.text.count("accepts no more rows") == 1
     assert 2000 < counting.rows < 4000, "the rows that fit are not cached"
     assert (os.statvfs(small_disk).f_bfree > 0) == (ray_threshold != "1.0")
     cache.close()
@@ -338,7 +338,7 @@ def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: 
 def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     assert cached_fetch(fetch_in_process, job.source, "", str(tmp_path / "file" / "cache"), 1.0) is fetch_in_process
-    assert "There is no disk cache on this node" in caplog.text
+    assert "This node has no disk cache" in caplog.text
 
 
 # --- training

@@ -40,7 +40,7 @@ def test_read_tasks_retry_transient_errors_of_s3(
         read()
     s3_server.reset()
     s3_server.fail(r"(GET|HEAD) .*a\.parquet", times=-1, status=403)
-    with pytest.raises(DataError, match="gone or may not be read") as caught:
+    with pytest.raises(DataError, match="missing or not readable") as caught:
         read()
     assert not isinstance(caught.value, StorageError)
     assert len(s3_server.requests(r"(GET|HEAD) .*a\.parquet")) == 1

@@ -43,7 +43,7 @@ def test_an_error_of_a_device_that_has_failed_does_not_blame_user_code(
     if isinstance(outcome.error, DeviceFaultError):
         first, rest = str(outcome.error).split("\n")
         assert (first, outcome.error.device) == (f"CUDA error (simulated): {ECC}", "sim simulated, uuid-of-0")
-        assert rest.startswith(f"The device sim simulated, uuid-of-0 of {outcome.error.node} does not compute")
+        assert rest.startswith(f"The device sim simulated, uuid-of-0 of {outcome.error.node} no longer computes")
 
 
 def fail_in_user_code(rank: int, store: Path, failure: str | None, error: Exception | None) -> None:

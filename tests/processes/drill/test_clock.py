@@ -32,7 +32,7 @@ def test_measurements_correct_records_of_a_shifted_clock(tmp_path: Path) -> None
     off_s = {3: hour, 4: hour, 5: -hour, 6: -hour}
     records = [make_step_record(n, time_s=100.0 + n + off_s.get(n, 0)) for n in range(1, 9)]
     run = make_result(tmp_path / "run", evidence, records)
-    assert process_scenarios.confirm_clock_jumps(run) == ["there is no report of the run"]
+    assert process_scenarios.confirm_clock_jumps(run) == ["the run has no report"]
     run.paths.report.touch()
     assert process_scenarios.confirm_clock_jumps(run) == []
     measurements = collect_measurements(Scenario([2, 4, 6], [*evidence], process_scenarios.confirm_clock_jumps), run)

@@ -99,12 +99,12 @@ def test_a_scenario_without_evidence_has_failed(
     scenario, paths = killed
     assert assess_scenario(scenario, ended(paths, None), trace()) == (
         "failed",
-        "it did not happen: there is no evidence 'killed-0'",
+        "the fault did not happen: the evidence 'killed-0' is missing",
     )
     outcome, reason = assess_scenario(scenario, ended(paths, asdict(LeaseHolder.here())), trace())
     assert (outcome, reason) == (
         "failed",
-        "it did not happen: the process of killed-0 still lives; the run has no record of a failure",
+        "the fault did not happen: the process of killed-0 still lives; the run has no record of a failure",
     )
     assert assess_scenario(scenario, ended(paths, dead_process), trace())[0] == "failed", (
         "a kill that the run did not record counts as failed"
@@ -120,13 +120,10 @@ def test_a_scenario_without_evidence_has_failed(
     ("other", "difference"),
     [
         (trace(), None),
-        (trace(digest="x"), "its parameters are others, after the same rows and losses"),
-        (trace(rows=7), "it consumed 7 rows instead of 8"),
-        (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on it saw other rows"),
-        (
-            trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}),
-            "from step 2 on its losses are others, on the same rows",
-        ),
+        (trace(digest="x"), "the parameters differ after the same rows and losses"),
+        (trace(rows=7), "the run used 7 rows instead of 8"),
+        (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on, the rows differ"),
+        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on, the losses differ on the same"),
         (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
     ],
 )
@@ -291,7 +288,7 @@ def test_the_verdict_counts_scenarios_left_out_and_not_reached() -> None:
 def test_scenarios_are_chosen_by_name() -> None:
     assert choose_scenarios(DrillSection()) == list(SCENARIOS)
     assert choose_scenarios(DrillSection(scenarios="grow, kill,grow,shrink")) == ["grow", "kill", "shrink"]
-    with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. There are kill, kill_twice, .*driver"):
+    with pytest.raises(ConfigError, match=r"'nod' is not a scenario\. The scenarios are kill, kill_twice, .*driver"):
         choose_scenarios(DrillSection(scenarios="kill,nod"))
 
 
@@ -334,11 +331,8 @@ def test_the_drill_changes_only_fields_without_effect_on_parameters(
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not promise the same bits"),
-        (
-            {"train__strategy": "parameter_server", "train__staleness": 2},
-            "train.staleness is 2, which does not promise the same bits",
-        ),
+        ({"train__reduction": "overlapped"}, "train.reduction is 'overlapped', which does not give bit-identical"),
+        ({"train__strategy": "parameter_server", "train__staleness": 2}, "train.staleness is 2, which does not"),
         ({"train__strategy": "single"}, "train.strategy is single: its only worker is the driver"),
     ],
 )

@@ -125,15 +125,15 @@ def test_a_partition_without_dropped_packets_is_not_confirmed(tmp_path: Path) ->
     run = make_result(tmp_path / "run", evidence, [])
     assert scenario.confirm(run) == []
     assert scenario.confirm(replace(run, evidence=evidence | {"restored": {"dropped_packets": [0, 0]}})) == [
-        "nothing was thrown away"
+        "no packet was dropped"
     ]
     assert scenario.confirm(replace(run, evidence=evidence | {"continued": {"workers": 2}})) == [
-        "the others went on as 2 workers"
+        "the others continued with 2 workers"
     ]
     lone = {"connections": ["a"], "rendezvous_connections": 1, "process": asdict(LeaseHolder.here())}
     assert scenario.confirm(
         replace(run, evidence=evidence | {"cut": lone}, summary=SUMMARY | {"world_sizes": [[0, 2], [9, 1]]})
-    ) == ["no connection to another worker was cut", "the worker still lives and is not one of them again"]
+    ) == ["no connection to another worker was cut", "the worker still lives but has not rejoined"]
 
 
 def test_a_half_open_connection_is_confirmed_by_a_stalled_step(tmp_path: Path) -> None:
@@ -146,6 +146,6 @@ def test_a_half_open_connection_is_confirmed_by_a_stalled_step(tmp_path: Path) -
     put_event(run.paths, "stacks", 1, rank=0, step=step, doing="reduction", stacks="")
     put_event(run.paths, "formed", 1, generation=2, workers=2, step=step)
     assert scenario.confirm(run) == []
-    assert half_open(scenario_context(tmp_path, 1)) == "one worker has no connection to another"
+    assert half_open(scenario_context(tmp_path, 1)) == "a single worker has no connection to another"
     no_group = scenario_context(tmp_path, train__strategy="parameter_server")
     assert partition(no_group) == "workers of parameter servers have no connections to each other"

@@ -70,7 +70,7 @@ def test_the_setup_of_a_scenario_lasts_until_its_confirmation(
     drill = session.Drill(short_drill, short_drill, ["around"], 0, 60.0, None, Console(file=StringIO()), lambda: None)
     drill.run()
     assert calls == ["begins", "http://there", "judged", "ends"]
-    assert read_json(drill.certificate)["scenarios"][0]["reason"] == "it did not happen: nothing happened"
+    assert read_json(drill.certificate)["scenarios"][0]["reason"] == "the fault did not happen: nothing happened"
 
 
 def hang(config: Config, console: Console, faults: Any, observe: Callable[[Any], None]) -> None:
@@ -142,7 +142,7 @@ def test_a_failed_scenario_does_not_affect_the_next_one(short_drill: Config, mon
     )
     assert drill.run() == 1
     reasons = [result["reason"] for result in read_json(drill.certificate)["scenarios"]]
-    assert reasons == ["RuntimeError: lost", "it did not happen: nothing happened"]
+    assert reasons == ["RuntimeError: lost", "the fault did not happen: nothing happened"]
 
 
 @pytest.mark.usefixtures("no_ray")

@@ -87,7 +87,7 @@ def test_the_stranger_finds_what_other_users_may_write_to(tmp_path: Path) -> Non
     [
         ({}, None),
         ({"connections": 3}, "reached too few ports"),
-        ({"executed": True}, "executed what the stranger sent"),
+        ({"executed": True}, "executed the stranger's code"),
         ({"writable": ["/runs/a/config.yaml"]}, "can write to ['/runs/a/config.yaml']"),
         ({"new_threads": 200}, "hold threads"),
         ({"new_bytes": 2**30}, "hold memory"),
@@ -103,7 +103,7 @@ def test_a_scenario_in_which_the_stranger_did_harm_has_failed(
     problems = scenario.confirm(make_result(tmp_path / "run", evidence, []))
     assert len(problems) == (problem is not None)
     assert problem is None or problem in problems[0]
-    assert stranger(scenario_context(tmp_path / "one", workers=1)) == "one worker has no port to attack"
+    assert stranger(scenario_context(tmp_path / "one", workers=1)) == "a single worker has no port to attack"
     servers = stranger(scenario_context(tmp_path / "one", workers=1, train__strategy="parameter_server"))
     assert not isinstance(servers, str)
     assert servers.expected == ["listening", "stranger-0"]

@@ -50,7 +50,7 @@ def test_an_mlflow_outage_counts_only_if_every_point_is_stored_once(
     run = replace(run, summary=run.summary | {"mlflow_run_id": run_id})
     log(client, run_id, range(1, 6))
     [status, *lost] = tracking.confirm_outage(run, uri)
-    assert status == "MLflow says that the run is RUNNING"
+    assert status == "MLflow has the run as RUNNING"
     assert [re.split(" MLflow has |; ", problem)[1] for problem in lost] == [
         "5 points, 5 of them different, instead of the 6 recorded"
     ] * 3
@@ -70,11 +70,11 @@ def test_an_mlflow_outage_counts_only_if_steps_continued(tmp_path: Path, monkeyp
     assert tracking.confirm_outage(outage(tmp_path), "") == []
     answered = outage(tmp_path, answers=True, sent_step=4)
     assert tracking.confirm_outage(answered, "") == [
-        "the server answered while it was away",
-        "step 4 was sent while the server was away",
+        "the server answered while it was down",
+        "step 4 was sent while the server was down",
     ]
     answered.evidence["server_back"]["step"] = 6
-    assert "only the steps [3, 4, 5] were finished while the server was away" in tracking.confirm_outage(answered, "")
+    assert "only the steps [3, 4, 5] were finished while the server was down" in tracking.confirm_outage(answered, "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert (
         tracking.mlflow(scenario_context(tmp_path))

@@ -76,7 +76,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_a_truncated_png_is_a_bad_row_of_training(config: Config, tmp_path: Path) -> None:
-    with pytest.raises((BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: its image data ends"):
+    with pytest.raises((BadRowError, DataError), match=r"part-0.parquet, row group 0, row 3: the image data ends"):
         run_training(config)
     summary = run_training(config.replace(run__name="skipped", data__on_bad_row="skip")).summary
     assert (summary["status"], summary["rows"], summary["bad_rows"]) == ("finished", 7, {"skipped": 1, "distinct": 1})

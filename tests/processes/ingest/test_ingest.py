@@ -174,7 +174,7 @@ def test_a_target_with_other_content_is_refused_and_unchanged(tmp_path: Path, ch
         (out / "_dataset.json").rename(out / "mine.txt")
     before = fingerprint(tmp_path)
     options = IngestOptions("csv", str(out), str(source), shard_rows=7 if change == "options" else 100_000)
-    with pytest.raises(ConfigError, match="give another folder or remove it") as caught:
+    with pytest.raises(ConfigError, match="name another folder or remove") as caught:
         ingest(options)
     assert expected in str(caught.value)
     assert fingerprint(tmp_path) == before
@@ -241,8 +241,8 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
         ({"source": "csv", "input": "a", "out": "ftp://b/c"}, "s3://bucket/prefix"),
         ({"source": "csv", "input": "s3://b/c", "out": "s3://b/c/d"}, "lies in the input"),
         ({"source": "csv", "input": "a", "out": ""}, "needs a folder to create"),
-        ({"source": "parquet", "input": "a"}, "trained on as it is"),
-        ({"source": "numpy", "input": "a", "columns": ["b"]}, "only images, csv, jsonl, webdataset, tfrecord, hf"),
+        ({"source": "parquet", "input": "a"}, "needs no conversion"),
+        ({"source": "numpy", "input": "a", "columns": ["b"]}, "only of images, csv, jsonl, webdataset, tfrecord, hf"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
         ({"source": "numpy", "input": "a", "label": "y"}, "only images, csv, jsonl, webdataset, tfrecord, hf have it"),
         ({"source": "csv", "input": "a", "check": False}, "only images, coco, voc, yolo, webdataset, tfrecord, hf"),
@@ -259,7 +259,7 @@ def test_a_source_with_its_own_splits_is_not_split_again(tmp_path: Path) -> None
     for split in ("train", "validation"):
         (tmp_path / "in").mkdir(exist_ok=True)
         pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "in" / f"{split}-00000-of-00001.parquet")
-    with pytest.raises(ConfigError, match=r"the source itself has \['train', 'validation'\]"):
+    with pytest.raises(ConfigError, match=r"the source has \['train', 'validation'\]"):
         ingest(IngestOptions("hf", str(tmp_path / "out"), str(tmp_path / "in"), eval_fraction=0.5))
 
 

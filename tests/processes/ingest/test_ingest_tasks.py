@@ -229,7 +229,7 @@ def test_more_than_max_bad_rows_fail_an_ingest(tmp_path: Path, split_bytes: int)
     for name in ("cat/1.png", "dog/2.png"):
         (tmp_path / "in" / name).write_bytes(b"broken")
     options = {"on_bad_row": "skip", "split_bytes": split_bytes, "eval_fraction": 0.5}
-    with pytest.raises(DataError, match=r"more than --max_bad_rows 1 rows .* one more is dog/2\.png: not an image"):
+    with pytest.raises(DataError, match=r"more than --max_bad_rows 1 rows .* the next is dog/2\.png: not an image"):
         ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=1, **options))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     summary = ingest(IngestOptions("images", str(tmp_path / "out"), str(tmp_path / "in"), max_bad_rows=2, **options))
@@ -289,7 +289,7 @@ def test_an_interrupted_ingest_to_s3_is_no_data_set_and_can_continue(
 ) -> None:
     folder, out = write_csvs(tmp_path / "in"), s3_folder / "out"
     kill_midway(folder, out)
-    with pytest.raises(DataError, match="is being written by an ingest, or one was interrupted there"):
+    with pytest.raises(DataError, match="is being written by an ingest, or an ingest was interrupted there"):
         open_dataset(str(out))
     s3_server.reset()
     ingest(options_for(folder, out))
@@ -313,7 +313,7 @@ def test_finished_input_splits_are_kept_after_a_storage_error(
             s3_server.fail(r"GET .*/in/5\.csv", status=403)
         return run_in_threads(function, items, threads=1)
 
-    with pytest.raises(StorageError, match=r"5\.csv.*Once that is fixed, start the same again: it does what is left"):
+    with pytest.raises(StorageError, match=r"5\.csv.*Fix this, then start the same command again"):
         ingest(options, run)
     [left] = tmp_path.glob("out.partial-*") if target == "disk" else [out]
     assert len(list_files(left / RECORDS)) == 5

@@ -69,7 +69,7 @@ def test_without_mlflow_a_run_is_not_tracked_and_says_so(
     x, y = np.zeros((32, 8, 8, 1), np.uint8), np.arange(32) % 5
     history = fit(keras_programs.get_plain, x, y, fields={"run.storage_path": str(tmp_path)})
     assert not read_config(RunPaths(history.result.path)).tracking.enabled
-    assert "no MLflow run, since MLflow is not installed" in capsys.readouterr().out
+    assert "not recorded in MLflow, which is not installed" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="needs mlflow"):
         fit(keras_programs.get_plain, x, y, fields={"run.storage_path": str(tmp_path), "tracking.enabled": True})
 
@@ -267,9 +267,9 @@ def test_a_model_with_other_weights_continues_the_run_of_its_name(tmp_path: Path
     ("model", "options", "message"),
     [
         ("uncompiled", {}, "not compiled"),
-        ("own_loop", {}, "fit of its own"),
-        ("plain", {"initial_epoch": 1}, "there is nothing to train"),
-        ("plain", {"initial_epoch": 1, "epochs": 2, "name": "new"}, "there is no run 'new' that could go on"),
+        ("own_loop", {}, "overrides fit"),
+        ("plain", {"initial_epoch": 1}, "no epoch is left to train"),
+        ("plain", {"initial_epoch": 1, "epochs": 2, "name": "new"}, "no run 'new' exists that could continue"),
         ("plain", {"validation_split": 0.99}, "both parts need rows"),
         ("plain", {"validation_split": 0.5, "validation_data": images()}, "leave one of them out"),
         ("plain", {"validation_data": images()[0]}, "validation_data: y is a NoneType"),
@@ -302,8 +302,8 @@ def test_a_model_with_other_weights_continues_the_run_of_its_name(tmp_path: Path
             "evaluate.where is actor",
         ),
         (keras.Sequential([keras.layers.Dense(1)]), {}, "not compiled"),
-        (get_with(Holding()), {"workers": 1}, "cannot travel to workers: TypeError: cannot pickle"),
-        (3, {}, "give a compiled keras.Model"),
+        (get_with(Holding()), {"workers": 1}, "cannot be sent to workers: TypeError: cannot pickle"),
+        (3, {}, "pass a compiled keras.Model"),
     ],
 )
 def test_what_fit_cannot_do_is_refused(tmp_path: Path, model: Any, options: dict[str, Any], message: str) -> None:

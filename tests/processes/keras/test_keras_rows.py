@@ -197,7 +197,7 @@ def test_what_is_read_once_says_so_and_is_written_once(
         "x: 50 rows in 1 batches",
     ]
     assert ["in the order given." in line for line in read] == [True, False, True]
-    assert "x: 16 rows in 2 batches were read so far. One without an end needs steps_per_epoch." in lines
+    assert "x: 16 rows in 2 batches were read so far. Endless data needs steps_per_epoch." in lines
     kinds = {path.name.split("-")[0] for path in (tmp_path / "fit-inputs").iterdir() if path.is_dir()}
     assert kinds == {"arrays", "ordered"}
     assert read[0].split(" in ")[3] == read[2].split(" in ")[3], "the same rows are written once"
@@ -208,7 +208,7 @@ def test_a_run_with_new_random_rows_continues_with_the_rows_that_it_has(tmp_path
         yield rng.random((8, 6)), rng.random((8, 1))
 
     first = fit_here(tmp_path, get_regression(), noise(), name="a")
-    with pytest.raises(RunExistsError, match="or that path as x") as caught:
+    with pytest.raises(RunExistsError, match="or the first path as x") as caught:
         fit_here(tmp_path, get_regression(), noise(), name="a", epochs=2)
     path = str(caught.value).split("other rows: ")[1].split(",")[0]
     longer = fit_here(tmp_path, get_regression(), path, name="a", epochs=2, batch_size=8, shuffle=False)
@@ -227,15 +227,15 @@ def uneven(*shapes: tuple[int, ...], dtype: str = "float32") -> Iterator[Batch]:
         ({"x": loader(), "sample_weight": WEIGHTS}, "a DataLoader, `sample_weight` should not be passed"),
         ({"x": Sequence(), "batch_size": 8}, "a Sequence, `batch_size` should not be passed"),
         ({"x": loader(), "validation_split": 0.1}, "validation_split is for arrays"),
-        ({"x": Sequence(None)}, "x is a Sequence without an end. Give steps_per_epoch"),
-        ({"x": loader(), "validation_data": Sequence(None)}, "Give validation_steps"),
+        ({"x": Sequence(None)}, "x is a Sequence without an end. Set steps_per_epoch"),
+        ({"x": loader(), "validation_data": Sequence(None)}, "Set validation_steps"),
         ({"x": (row for row in ())}, "x is a generator without a batch"),
         ({"x": Numberless()}, "x, batch 0, counted from 0: Data is expected"),
         ({"x": uneven((8, 6), (8, 5))}, "x, batch 1, counted from 0: Types and shapes of rows"),
         ({"x": iter([(X, Y), (X * np.nan, Y)])}, "x, batch 1, counted from 0: x is NaN .* in row 0"),
         ({"x": iter([(X, Y, None, None)])}, "x, batch 0, counted from 0: Data is expected to be in format"),
         ({"x": loader(), "validation_data": (X, Y[:3])}, "validation_data: .* x has 50 rows, y has 3 rows"),
-        ({"x": X, "y": iter([Y])}, "y is a list_iterator, and fit takes arrays"),
+        ({"x": X, "y": iter([Y])}, "y is a list_iterator, but fit accepts arrays"),
     ],
 )
 def test_batches_that_cannot_be_used_are_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -248,7 +248,7 @@ def test_batches_of_different_size_are_cut_anew_and_a_line_says_so(
 ) -> None:
     history = fit_here(tmp_path, get_regression(), uneven((4, 6), (3, 6), (3, 6)), verbose=1)
     assert history.result.summary["steps"] == 3
-    assert "all steps have the rows of the first" in capsys.readouterr().out
+    assert "all steps use the size of the first" in capsys.readouterr().out
 
 
 def test_the_seed_of_keras_is_that_of_the_run(tmp_path: Path) -> None:

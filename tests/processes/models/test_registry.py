@@ -308,7 +308,7 @@ def test_a_task_that_needs_pickle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RegistryError) as refusal:
         make_package(task, model, FIELDS, tmp_path / "package")
     assert "torch.export: " in str(refusal.value)
-    assert "the task's attribute 'hidden' is a tuple that JSON does not keep" in str(refusal.value)
+    assert "the task's attribute 'hidden' is a tuple that JSON cannot store" in str(refusal.value)
     assert not (tmp_path / "package").exists()
 
 
@@ -526,12 +526,12 @@ def test_a_run_resolves_its_initial_model_version_once(
     assert f"init_from: models:/{name}@champion" in job.paths.config.read_text()
     unreachable = config.replace(tracking__uri="http://127.0.0.1:9")
     assert prepare(unreachable).resumes, "a resume must not ask MLflow again"
-    with pytest.raises(ConfigError, match=r"cannot be had from http://127.0.0.1:9"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded from http://127.0.0.1:9"):
         prepare(unreachable.replace(run__name="other"))
     with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
         prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
     with pytest.raises(
-        ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run begins with {'d' * 64}"
+        ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run began with {'d' * 64}"
     ):
         prepare(config.replace(run__name="other", train__init_digest="d" * 64))
     with pytest.raises(ConfigError, match="models:/NAME@ALIAS"):
@@ -593,7 +593,7 @@ def test_registering_survives_slow_uploads_and_a_server_restart(
         server.kill()
     assert done.version == "1"
     assert (disturbed.calls.count("log_artifacts"), disturbed.calls.count("download_artifacts") > 1) == (1, True)
-    assert "will try again" in caplog.text
+    assert "next try in" in caplog.text
     assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "1"
 
 
@@ -611,7 +611,7 @@ def test_an_outage_at_the_end_of_a_run_is_a_warning(
         with caplog.at_level(logging.WARNING):
             assert try_to_register(job, limit_s=0.5) is None
         assert time.monotonic() - began < 60, "registering waited for an answer longer than its limit"
-        assert "not done within 0.5 s" in caplog.text
+        assert "not registered within 0.5 s" in caplog.text
     assert f"ray-app register --run {run.job.paths.root} --name late" in caplog.text
     assert "secret" not in caplog.text
 
@@ -620,11 +620,11 @@ def test_the_command_refuses_runs_that_have_not_finished(digits: Path, tmp_path:
     run = FinishedRun(tmp_path, digits, store, name="unfinished")
     put_json(run.job.paths.summary, {"status": "interrupted"})
     for arguments, message in (
-        (["--run", str(tmp_path / "none")], "is not a run: it has no config.yaml"),
+        (["--run", str(tmp_path / "none")], "is not a run: config.yaml is missing"),
         (["--run", str(run.job.paths.root), "--promote", " "], "--promote needs a reason"),
-        (["--run", str(run.job.paths.root)], "has no tracking.registered_model; say with --name"),
+        (["--run", str(run.job.paths.root)], "has no tracking.registered_model; name the registered model"),
         (["--run", str(run.job.paths.root), "--name", "x"], "'unfinished' is interrupted"),
-        (["--run", str(run.job.paths.root), "--name", "a/b"], "characters other than slashes"),
+        (["--run", str(run.job.paths.root), "--name", "a/b"], "characters except slashes"),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err

@@ -287,7 +287,7 @@ def test_a_bad_row_that_is_repeated_is_skipped_each_time(worker_pool: WorkerPool
 
 def test_too_few_files_are_refused(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "data", [[5], [0], [6], [7]])
-    with pytest.raises(DataError, match=r"has 3 files with rows for 4 logical workers; each needs at least one"):
+    with pytest.raises(DataError, match=r"has 3 files with rows for 4 logical workers; each logical worker needs"):
         policy_job(tmp_path / "run", folder, "file")
 
 
@@ -322,7 +322,7 @@ def test_a_balanced_run_is_restored_without_data_and_refuses_other_classes(tmp_p
     table = pq.read_table(file)
     swapped = pa.array(table["label"].to_numpy()[::-1])
     pq.write_table(table.set_column(table.schema.get_field_index("label"), "label", swapped), file, row_group_size=20)
-    with pytest.raises(DataError, match="other classes than when the run 'run' began"):
+    with pytest.raises(DataError, match="other classes than at the start of the run 'run'"):
         prepare(config)
 
 
@@ -390,7 +390,7 @@ def test_sample_weights_count_in_training_and_not_in_evaluation(tmp_path: Path, 
     plain = task.loss(task.forward(model, batch), batch)
     losses = task.training_loss(model, task.augment(batch, torch.arange(2)))
     torch.testing.assert_close(losses, plain * torch.tensor([0.5, 3.0]))
-    with pytest.raises(ValueError, match="column 'weight' of sample weights has -1; a weight is at least 0"):
+    with pytest.raises(ValueError, match="column 'weight' of sample weights has -1; a weight must be at least 0"):
         task.decode(rows | {"weight": np.array([-1.0, 3.0])})
 
 

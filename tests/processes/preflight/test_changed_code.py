@@ -42,19 +42,13 @@ def test_a_changed_task_is_reported_or_refused(digits: Path, tmp_path: Path, mon
     assert "other code" not in output.getvalue()
 
     task.write_text(TASK.replace("0.0", "0.1"))
-    with pytest.raises(RunExistsError, match="- changing_task has another content"):
+    with pytest.raises(RunExistsError, match="- the content of changing_task changed"):
         run_training(config.replace(run__changed="refuse"), Console(file=output))
     result = run_training(config, Console(file=output, width=200))
-    assert (
-        "Warning: one goes on with other code than at its last start: changing_task has another content."
-        in output.getvalue()
-    )
+    assert "Warning: one continues with different code or defaults: the content of changing_task" in output.getvalue()
     [event] = read_events(RunPaths(tmp_path / "runs" / "one"), "code_changed")
-    assert event.details == {"changed": ["changing_task has another content"]}
-    assert (
-        "went on with other code: changing_task has another content"
-        in (tmp_path / "runs" / "one" / "report.html").read_text()
-    )
+    assert event.details == {"changed": ["the content of changing_task changed"]}
+    assert "resumed with changed code: the content of" in (tmp_path / "runs" / "one" / "report.html").read_text()
     # The code is the same as at the last start.
     run_training(config.replace(run__changed="refuse"), Console(file=output))
 

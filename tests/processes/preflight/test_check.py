@@ -111,7 +111,7 @@ def test_independent_refusals_are_all_reported_and_dependent_checks_skipped(
         ("kept", "workers", "6 steps on one worker and on 4: different parameters ("),
         ("kept", "resume", "6 steps, and the same from step 3 on after a resume on 2 workers: different parameters ("),
         ("raises", "workers", "6 steps on one worker and on 4: KeyError: 'labels' (impure_tasks.py, line "),
-        ("dies", "training", "Its process ended by exit status 9"),
+        ("dies", "training", "The process of the check ended by exit status 9"),
     ],
 )
 def test_a_failed_check_names_the_mistake(

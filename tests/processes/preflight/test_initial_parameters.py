@@ -151,8 +151,8 @@ def test_a_run_begins_with_another_run_or_a_file_of_other_tools(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"epoch": 3, "optimizer": {}}, "epoch, optimizer in it are no tensors"),
-        (Path("x"), "nothing of it was run: .*Save the parameters by"),
+        ({"epoch": 3, "optimizer": {}}, "epoch, optimizer in it are not tensors"),
+        (Path("x"), "none of its code was run: .*Save the parameters with"),
     ],
 )
 def test_a_file_with_more_than_tensors_is_refused(
@@ -179,7 +179,7 @@ def test_a_run_continues_only_with_its_initial_parameters(base_config: Config, t
     write_parameters(task, path, seed=6)
     job = prepare(config).job
     assert params_digest(job.read_initial() or {}) == params_digest(state), "the run must keep its own copy"
-    with pytest.raises(ConfigError, match=rf"but the run begins with {params_digest(state)}"):
+    with pytest.raises(ConfigError, match=rf"but the run began with {params_digest(state)}"):
         prepare(config.replace(run__name="new", train__init_digest=params_digest(state)))
 
 

@@ -171,7 +171,7 @@ def test_a_frozen_driver_loses_its_lease(paths: RunPaths, driver: Callable[[floa
         first.send(signal.SIGCONT)
         message = first.read_line()
         assert f"The run 'run' was taken over by its start number 2 (process {LOCAL_HOLDER.pid} on" in message
-        assert "this one, number 1, must not write it any more" in message
+        assert "this start, number 1, may no longer write it" in message
         first.process.wait(30)
         assert leases[0].lost is None
         assert read_json(paths.fence(1))["released"] is False

@@ -156,8 +156,8 @@ def test_a_data_set_is_written_to_a_bucket(cloud: Server, tmp_path: Path) -> Non
     [
         ("gs://key@bucket/x", "must not hold credentials"),
         ("gs://bucket/x?region=eu", "'region' is unknown"),
-        ("az:///x", "names no place on az://"),
-        ("abfs://container/x", "is on abfs://"),
+        ("az:///x", "is not a location on az://"),
+        ("abfs://container/x", "uses abfs://"),
     ],
 )
 def test_invalid_uris_are_refused(uri: str, message: str) -> None:

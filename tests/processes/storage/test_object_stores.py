@@ -135,9 +135,9 @@ def test_a_path_or_uri_names_a_location() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ftp://bucket/x", "is on ftp://; allowed are folders that all nodes see, and s3://bucket/prefix, gs://"),
-        ("s3://bucket/a//b", "names no place on s3:"),
-        ("s3:///x", "names no place on s3:"),
+        ("ftp://bucket/x", "uses ftp://; allowed are folders that all nodes see, and s3://bucket/prefix, gs://"),
+        ("s3://bucket/a//b", "is not a location on s3:"),
+        ("s3:///x", "is not a location on s3:"),
         ("s3://bucket/x?endpoint=host", "'endpoint' is unknown. Write s3://bucket/prefix, with ?endpoint_override"),
         ("s3://key:secret@bucket/x", "must not hold credentials"),
     ],
@@ -300,7 +300,7 @@ def test_damaged_checkpoints_are_detected_and_skipped(store: CheckpointStore, pa
     put_atomic(location, bytes(data))
     step, [fallback] = load(store)
     assert (step, fallback.name) == (2, "step-00000003-0001")
-    assert "differs from what was committed (SHA-256)" in fallback.reason
+    assert "differs from its commit (SHA-256)" in fallback.reason
     assert [c.step for c in store.commits()] == [1, 2]
     assert load(store) == (2, [fallback]), "the fallback must be reported again, since the first reader may have died"
     (paths.checkpoint(2, 1) / MODEL).unlink()

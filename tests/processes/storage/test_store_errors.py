@@ -47,7 +47,9 @@ def expect_refusal(kind: type[OSError], pattern: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_a_missing_bucket_is_reported(folder: ObjectPath, request_: str) -> None:
-    with expect_refusal(OSError, r"//nothing-here/.*: there is no such bucket \(404 \w+ .*\)\. Create it, or correct"):
+    with expect_refusal(
+        OSError, r"//nothing-here/.*: the bucket does not exist \(404 \w+ .*\)\. Create it, or correct"
+    ):
         REQUESTS[request_](replace(folder, bucket="nothing-here"))
 
 

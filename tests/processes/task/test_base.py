@@ -132,7 +132,7 @@ def test_metrics_without_one_target_need_an_update(compared: tuple[str, ...]) ->
         pass
 
     Several.compared = compared
-    with pytest.raises(ConfigError, match=r"has metrics and leaves `update` out.*Write `update`"):
+    with pytest.raises(ConfigError, match=r"has metrics but leaves `update` out.*Write `update`"):
         Several().update(Several().metrics(), torch.zeros(1), {})
 
 

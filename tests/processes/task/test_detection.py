@@ -37,5 +37,5 @@ def test_a_detector_trains_bit_identically_on_any_number_of_workers(tmp_path: Pa
     assert "map_50 " in texts["evaluation"]
     assert "loss" not in texts["evaluation"]
     assert texts["export"].startswith(
-        "as safetensors with the task's code; not as a program of its own (torch.export: "
+        "The export is safetensors with the task's code, not a standalone program (torch.export: "
     )

@@ -32,7 +32,7 @@ from tests.support.program_search import compare, one_thread  # noqa: F401
 SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
 ALLOWED = {
-    "give max_lr as a list": "The schedule would replace the rates of the groups; refused with the remedy.",
+    "set max_lr to a list": "The schedule would replace the rates of the groups; refused with the remedy.",
     "total_steps, but got 0": "An optimizer without a turn in the run has no cycle; torch refuses it, too.",
 }
 """Differences that are right, by a part of their text, with the reason."""

@@ -194,10 +194,10 @@ def test_every_form_of_a_single_optimizer_is_accepted(variant: str) -> None:
     ("variant", "message"),
     [
         ("returns nothing", "Good.training_step returned no loss"),
-        ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); give one number'),
-        ("asks", "training_step asks the trainer for current_epoch, and there is no trainer"),
+        ("returns rows", '"training_step\'s loss" is a Tensor of shape (2,); return one number'),
+        ("asks", "training_step asks the trainer for current_epoch, but there is no trainer"),
         ("asks", "lightning_modules.py, line"),
-        ("counts", "training_step looks at batch_idx"),
+        ("counts", "training_step uses batch_idx"),
         ("sums", "is logged with reduce_fx"),
         ("has no validation loss", "validation_step has no loss; return it, or log it as val_loss"),
         ("manual", "sets automatic_optimization to False"),
@@ -211,7 +211,7 @@ def test_every_form_of_a_single_optimizer_is_accepted(variant: str) -> None:
         ("misspells the interval", "a dictionary with intervall; its fields are scheduler, interval, frequency"),
         ("lacks the schedule", "a schedule without scheduler"),
         ("several", "returned 2 optimizers and 0 schedulers"),
-        ("counts rows", "'rows', as the evaluation of LightningTask gives it, is not a mean over rows: of a batch"),
+        ("counts rows", "'rows', as the evaluation of LightningTask computes it, is not a mean over rows: for a batch"),
     ],
 )
 def test_unsupported_steps_and_optimizers_are_refused_at_start(
@@ -226,19 +226,19 @@ def test_a_random_evaluation_value_is_accepted_with_a_warning(data: Path, tmp_pa
     warnings = [
         warning
         for warning in prepare(config_of(data, tmp_path, "Good", variant="draws")).warnings
-        if "each time that the same rows" in warning
+        if "the same rows are evaluated again" in warning
     ]
     assert len(warnings) == 1
-    assert warnings[0].startswith("'noise', as the evaluation of LightningTask gives it, is another number each time")
+    assert warnings[0].startswith("'noise', as the evaluation of LightningTask computes it, changes")
 
 
 @pytest.mark.parametrize(
     ("module", "fields", "message"),
     [
-        ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which Lightning's trainer calls"),
-        ("plain", {}, "makes a Flatten; it must make a module with training_step"),
-        ("PlainModule", {}, "has no validation_step, but data.eval_path is given"),
-        ("Good", {"train__strategy": "local_sgd"}, "and train.strategy local_sgd makes several"),
+        ("Hooked", {}, "Hooked has on_train_epoch_end, optimizer_step, which only Lightning's trainer calls"),
+        ("plain", {}, "creates a Flatten; it must create a module with training_step"),
+        ("PlainModule", {}, "has no validation_step, but data.eval_path is set"),
+        ("Good", {"train__strategy": "local_sgd"}, "but train.strategy local_sgd needs several"),
     ],
 )
 def test_unsupported_modules_are_refused(

@@ -144,7 +144,7 @@ def test_a_packaged_model_gets_the_loss_of_its_parameters() -> None:
     model: Any = task.build_model()
     load_loss(packaged, task.loss_spec, model.state_dict())
     assert torch.equal(packaged.task_loss.log_variance, model.task_loss.log_variance)
-    with pytest.raises(ConfigError, match="LearnedVariance has parameters or buffers, and the model has no task_loss"):
+    with pytest.raises(ConfigError, match="LearnedVariance has parameters or buffers, but the model has no task_loss"):
         compute_row_losses(task.loss_spec, torch.zeros(2), torch.zeros(2))
 
 

@@ -156,36 +156,36 @@ def test_the_check_decodes_its_rows_as_training_does(pictures: dict[str, str], t
     assert failed & {"training", "workers"}, "the steps of the check did not decode rows as training does"
     level, text = findings["randomness"]
     assert level == "failed"
-    assert text.startswith("decode_training gives something else when it is called again with the same rows, keys")
+    assert text.startswith("decode_training returns another result if it is called again with the same rows, keys")
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"model": {"class_path": "torchvision.models.resnet81"}}, "torchvision.models has no 'resnet81'. Did you"),
-        ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be made"),
+        ({"model": {"class_path": "torch.nn.Linear", "init_args": {"inputs": 3}}}, "torch.nn.Linear cannot be created"),
         ({"model": {"class_path": "builtins.dict"}}, "makes a dict; it must make an nn.Module"),
         ({"inputs": ["picture"]}, "has no column 'picture'"),
         ({"inputs": []}, "inputs is empty"),
         ({"evaluate_transforms": []}, "give them one size"),
-        ({"loss": {"class_path": "torch.nn.CrossEntropyLoss", "arguments": {}}}, "has arguments beside class_path"),
+        ({"loss": {"class_path": "torch.nn.CrossEntropyLoss", "arguments": {}}}, "has arguments next to class_path"),
         (
             {"transforms": [{"class_path": V2 + "RandomResizedCrop", "init_args": {"size": [24, 24]}}]},
-            "ModuleTask decodes 'image' of a row to train on to uint8 of shape (3, 24, 24), of one to evaluate on to"
+            "ModuleTask decodes 'image' of a training row to uint8 of shape (3, 24, 24), but of an evaluation row to"
             " uint8 of shape"
-            " (3, 16, 16); both must be alike, in every epoch. Let task.init_args.transforms and evaluate_transforms"
-            " give the same size",
+            " (3, 16, 16); both must be the same in every epoch. Let task.init_args.transforms and evaluate_transforms"
+            " return the same size",
         ),
         (
             {"transforms": [*RANDOM, {"class_path": V2 + "Normalize", "init_args": {"mean": [0.5], "std": [0.5]}}]},
-            "A row to train on cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
+            "A training row cannot be decoded: TypeError: Input tensor should be a float tensor. Got torch.uint8.",
         ),
-        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave that out (ToDtype), the"),
+        ({"transforms": [*RANDOM, TO_FLOAT]}, "make float32 of the image 'image'; leave ToDtype out, the"),
         (
             {"transforms": [*RESIZE, TO_FLOAT], "evaluate_transforms": [*RESIZE, TO_FLOAT]},
             "make float32 of the image 'image'; leave",
         ),
-        ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "to train on to uint8 of shape (3, "),
+        ({"transforms": [{"class_path": V2 + "RandomHorizontalFlip"}]}, "of a training row to uint8 of shape (3, "),
     ],
 )
 def test_invalid_arguments_are_refused_with_a_remedy(

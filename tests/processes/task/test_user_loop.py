@@ -89,7 +89,7 @@ def test_per_row_losses_are_accepted(variant: str, worker_pool: WorkerPool, data
         pytest.param("adds twice", "step.add was called twice", marks=pytest.mark.rest),
         ("never moves", "called optimizer.step 0 times"),
         pytest.param("moves twice", "called optimizer.step 2 times", marks=pytest.mark.rest),
-        pytest.param("moves the schedule", "the script moved the schedule that it keeps", marks=pytest.mark.rest),
+        pytest.param("moves the schedule", "the script advanced the kept schedule", marks=pytest.mark.rest),
     ],
 )
 def test_a_misused_loop_ends_the_run_with_an_explanation(
@@ -111,7 +111,7 @@ def test_the_script_runs_in_the_configured_precision(worker_pool: WorkerPool, da
 def test_an_optimizer_of_the_configuration_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     [ended] = worker_pool.train(job_of(tmp_path / "run", data, optimizer={"class_path": "torch.optim.Adam"}), 1)
     assert isinstance(ended.error, ConfigError)
-    assert "and the configuration has a Adam" in str(ended.error)
+    assert "but the configuration has a Adam" in str(ended.error)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_an_optimizer_of_the_configuration_is_refused(worker_pool: WorkerPool, d
     [
         (arguments(variant="keeps nothing"), "the script keeps no optimizer; call loop.keep(optimizer)"),
         (arguments(variant="has no loop"), "the script has no `for step in loop`"),
-        (arguments(variant="adds nothing"), "without step.add(loss) for the rows"),
+        (arguments(variant="adds nothing"), "without step.add(loss) for its rows"),
         (arguments(variant="breaks", rows=1), "unexpected keyword argument 'rows'"),
         (arguments("without_loss"), "without_loss returned accuracy, without loss"),
         ({**arguments(), "evaluate": None}, "task.init_args.evaluate is not"),
-        ({**arguments(), "target": "depth"}, "name those of which it is made"),
+        ({**arguments(), "target": "depth"}, "name its columns"),
     ],
 )
 def test_mistakes_in_the_script_are_refused_at_start(
@@ -157,7 +157,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_a_warning_at_start(
     warnings = [warning for warning in prepare(config).warnings if "is not a mean over rows" in warning]
     assert len(warnings) == num_warnings, warnings
     assert all(
-        warning.startswith("The loss that the step of LoopTask gives is not a mean over rows") for warning in warnings
+        warning.startswith("The loss that the step of LoopTask returns is not a mean over rows") for warning in warnings
     )
 
 

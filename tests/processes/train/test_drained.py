@@ -47,7 +47,7 @@ def test_draining_workers_leave_a_checkpoint_and_new_workers_resume_from_it(
     worker_pool.train_to_end(plain, 1, cache_windows)
     for outcome in worker_pool.call(2, _train, job):
         assert isinstance(outcome.error, PreemptedError), outcome.trace
-        assert f"after step {STEP}; a checkpoint was made" in str(outcome.error)
+        assert f"after step {STEP}; a checkpoint was written" in str(outcome.error)
     assert [(c.step, c.why) for c in CheckpointStore(job.paths).commits()] == [(STEP, "extra")]
     worker_pool.train_to_end(job, 3, cache_windows)
     assert read_trained_run(job).digests == read_trained_run(plain).digests

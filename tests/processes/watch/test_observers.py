@@ -137,9 +137,9 @@ def test_the_observers_of_the_page_post_to_a_webhook(data: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("observers", "message"),
     [
-        ([{"class_path": f"{__name__}.Nobody"}], "which cannot be made"),
+        ([{"class_path": f"{__name__}.Nobody"}], "which cannot be created"),
         ([{"class_path": "collections.Counter"}], "not a subclass of ray_app.Observer"),
-        ([{"init_args": {}}], "one has no class_path"),
+        ([{"init_args": {}}], "an entry without class_path"),
     ],
 )
 def test_an_invalid_observer_is_refused_at_start(

@@ -95,7 +95,7 @@ def change_commit(folder: Path, **values: Any) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "model cut": (lambda f: truncate(f, MODEL), f"{MODEL} has "),
-    "model flipped": (lambda f: flip(f, MODEL), f"{MODEL} differs from what was committed (SHA-256)"),
+    "model flipped": (lambda f: flip(f, MODEL), f"{MODEL} differs from its commit (SHA-256)"),
     "model missing": (lambda f: remove(f, MODEL), f"{MODEL} is missing"),
     "training cut": (lambda f: truncate(f, TRAINING), f"{TRAINING} has "),
     "training flipped": (lambda f: flip(f, TRAINING), f"{TRAINING} differs"),
@@ -145,7 +145,7 @@ def test_two_starts_report_a_checkpoint_that_an_evaluator_marked_damaged_once(
     [event] = read_events(paths, "fallback")
     assert event.details == {"checkpoint": "step-00000003-0001", "reason": "training.pt differs"}
     assert [record.getMessage() for record in caplog.records] == [
-        "The checkpoint step-00000003-0001 is passed over: training.pt differs"
+        "The checkpoint step-00000003-0001 is skipped: training.pt differs"
     ]
 
 
@@ -284,7 +284,7 @@ def test_the_commit_marker_of_another_checkpoint_is_refused(store: CheckpointSto
     shutil.copytree(paths.checkpoint(2, 1), paths.checkpoint(9, 1))
     step, [fallback] = load(store)
     assert step == 3
-    assert "it is the one of step 2 and fence 1, not of step-00000009-0001" in fallback.reason
+    assert "it belongs to step 2 and fence 1, not to step-00000009-0001" in fallback.reason
 
 
 def test_the_highest_fence_of_the_highest_step_wins(paths: RunPaths) -> None:
@@ -421,11 +421,7 @@ def test_retain_removes_checkpoints_from_storage(store: CheckpointStore, paths: 
     flip(paths.checkpoint(4, 2), MODEL)
     assert load(store) == (
         4,
-        [
-            Fallback(
-                "step-00000004-0002", "step-00000004-0002/model.safetensors differs from what was committed (SHA-256)"
-            )
-        ],
+        [Fallback("step-00000004-0002", "step-00000004-0002/model.safetensors differs from its commit (SHA-256)")],
     )
     store.put_pin("eval", Pin(2, time.time() + 60))
     assert store.read_pins()[0].done_step == 2

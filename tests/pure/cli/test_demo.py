@@ -43,7 +43,7 @@ def test_the_demo_trains_the_digits_in_its_folder(
 def test_a_folder_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert demo.main(["--out", str(tmp_path)]) == 2
-    assert f"{tmp_path} is not empty, and nothing is overwritten. Name a new" in capsys.readouterr().err
+    assert f"{tmp_path} is not empty, and no file is overwritten. Name a new" in capsys.readouterr().err
     assert demo.main(["--out", str(tmp_path / "file" / "demo")]) == 2
-    assert "Name a new folder that you may write to with --out." in capsys.readouterr().err
+    assert "Name a new, writable folder with --out." in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

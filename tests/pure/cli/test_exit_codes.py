@@ -65,7 +65,7 @@ def raise_wrapped() -> None:
         (make_raising(EvaluationError("gave up")), 1, "It failed: EvaluationError: gave up\n"),
         (make_raising(OSError(5, f"no {SECRET}")), 1, "It failed: OSError: [Errno 5] no ***\n"),
         (make_raising(RegistryError(SECRET)), 1, "It failed: RegistryError: ***\n"),
-        (make_raising(KeyboardInterrupt()), 75, "Interrupted; it can be started again.\n"),
+        (make_raising(KeyboardInterrupt()), 75, "Interrupted; the command can be started again.\n"),
     ],
 )
 def test_the_result_of_the_work_decides_the_exit_code(
@@ -115,7 +115,8 @@ def test_another_system_exit_is_passed_on() -> None:
 
 @pytest.mark.parametrize("command", RUN_COMMANDS)
 @pytest.mark.parametrize(
-    ("config_text", "message"), [("task: [", "is not a configuration of this version"), (None, "no config.yaml")]
+    ("config_text", "message"),
+    [("task: [", "is not a configuration of this version"), (None, "config.yaml")],
 )
 def test_each_run_command_refuses_a_run_without_a_readable_configuration(
     tmp_path: Path,
@@ -256,7 +257,7 @@ def test_options_of_an_evaluation_are_refused_before_ray_starts(
 def test_ingest_reports_the_error_of_the_storage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert ingest.main(["--source", "digits", "--out", str(tmp_path / "file" / "out")]) == 1
-    assert "The data was not ingested: NotADirectoryError" in capsys.readouterr().err
+    assert "The data could not be ingested: NotADirectoryError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def test_labels_that_do_not_count_from_zero_are_told(tmp_path: Path, capsys: pyt
     (tmp_path / "in.csv").write_text("a,y\n1,-1\n2,1\n3,1\n")
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y"]
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "the labels are [-1, 1]. To train on, they count from 0: --classes -1,1 numbers" in capsys.readouterr().out
+    assert "the labels are [-1, 1]. Training needs numbers from 0 on: --classes -1,1" in capsys.readouterr().out
     assert command.main([*arguments, "--out", str(tmp_path / "second"), "--classes", "-1,1"]) == 0
-    assert "To train on" not in capsys.readouterr().out
+    assert "Training needs" not in capsys.readouterr().out
 
 
 def test_labels_that_count_from_zero_in_all_data_sets_together_are_right(
@@ -90,7 +90,7 @@ def test_labels_that_count_from_zero_in_all_data_sets_together_are_right(
     (tmp_path / "in.csv").write_text("a,y\n" + "".join(f"{number},{number % 20}\n" for number in range(60)))
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y", "--eval_fraction", "0.2"]
     assert command.main([*arguments, "--out", str(tmp_path / "out")]) == 0
-    assert "To train on" not in capsys.readouterr().out
+    assert "Training needs" not in capsys.readouterr().out
 
 
 def test_a_dry_run_takes_no_label_for_missing_that_comes_later(
@@ -100,4 +100,4 @@ def test_a_dry_run_takes_no_label_for_missing_that_comes_later(
     (tmp_path / "in.csv").write_text("a,y\n" + "".join(f"{number},{y}\n" for number, y in enumerate(labels)))
     arguments = ["--source", "csv", "--input", str(tmp_path / "in.csv"), "--label", "y"]
     assert command.main([*arguments, "--dry_run", "true"]) == 0
-    assert "To train on" not in capsys.readouterr().out
+    assert "Training needs" not in capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], mach
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({}, "No variables say which machines there are"),
+        ({}, "No environment variable lists the machines"),
         ({"TF_CONFIG": "worker"}, "TF_CONFIG is 'worker', which names no machines: JSONDecodeError"),
         (tf_config(index=2), "which names no machines: ValueError"),
         (tf_config(worker=["a", "b"]), "which names no machines: ValueError"),
@@ -74,14 +74,11 @@ def test_the_machines_are_those_of_the_scheduler(variables: dict[str, str], mach
         (TORCH | {"LOCAL_WORLD_SIZE": "2"}, "--nproc-per-node=1"),
         (TORCH | {"RANK": "first"}, "RANK is 'first'; it must be a number"),
         (PET | {"PET_NNODES": "1:2"}, "PET_NNODES is '1:2'; it must be a number"),
-        (OMPI, "Set MASTER_ADDR to its name, as by mpirun -x MASTER_ADDR=HOST"),
-        (
-            OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
-            "Several processes are on this machine (OMPI_COMM_WORLD_LOCAL_SIZE)",
-        ),
-        ({"LSB_HOSTS": "n1 n2"}, f"The job has the machines n1, n2, and this one, {HOST}, is none of them"),
+        (OMPI, "Set MASTER_ADDR to its name: mpirun -x MASTER_ADDR=HOST"),
+        (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "This machine has several processes"),
+        ({"LSB_HOSTS": "n1 n2"}, f"The job has the machines n1, n2, but this machine is {HOST}"),
         ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE is '/nowhere', which cannot be read"),
-        (SLURM, "The job has 3 nodes, and this is its batch script"),
+        (SLURM, "The job has 3 nodes, but its batch script"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "srun starts 4 tasks on 2 nodes"),
         (SLURM | {"SLURM_JOB_NODELIST": ""}, "which names no nodes"),
         (SLURM | {"SLURM_JOB_NODELIST": "n[a-b]"}, "SLURM_JOB_NODELIST has [a-b]"),

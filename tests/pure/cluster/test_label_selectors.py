@@ -62,12 +62,7 @@ def test_only_nodes_with_the_labels_count_as_capacity() -> None:
     assert fit(**servers, scaling__label_selector={"zone": "a"}) == 1
     elsewhere = {"evaluate__label_selector": {"zone": "b"}, "train__server_label_selector": {"zone": "b"}}
     assert fit(**evaluated, **servers, **elsewhere) == 2, "evaluator and servers have nodes of their own"
-    with pytest.raises(
-        ConfigError,
-        match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU .* below scaling.min_workers = 3",
-    ):
+    with pytest.raises(ConfigError, match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU"):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
-    with pytest.raises(
-        ConfigError, match=r"no node of the cluster is labeled so; its labels are gpu: h100, zone: a, zone: b\. Start"
-    ):
+    with pytest.raises(ConfigError, match="no node of the cluster has them; its labels are gpu: h100, zone: a"):
         fit(scaling__label_selector={"zone": "c"})

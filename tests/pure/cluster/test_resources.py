@@ -169,7 +169,7 @@ def test_all_is_refused_on_a_cluster_whose_autoscaler_has_no_known_limit(
     two_node_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
-    with pytest.raises(ConfigError, match=r"does not tell how many nodes it may start; give a number"):
+    with pytest.raises(ConfigError, match=r"does not report how many nodes it may start; set a number"):
         resolve_scaling(ALL)
     assert resolve_scaling(ALL.replace(scaling__logical_workers=6)).scaling.max_workers == 6
     assert (
@@ -260,7 +260,7 @@ def test_all_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: 
 
 def test_all_without_a_limit_is_refused(two_node_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resources_module, "max_resources", lambda: {"CPU": math.inf, "GPU": math.inf})
-    with pytest.raises(ConfigError, match="give a number"):
+    with pytest.raises(ConfigError, match="set a number"):
         resolve_scaling(ALL)
 
 
@@ -344,14 +344,14 @@ def test_the_start_says_what_the_run_uses_and_what_is_idle() -> None:
     four = ALL.replace(scaling__max_workers=4, scaling__gpus_per_worker=1, evaluate__num_gpus=1)
     assert describe_use(four, 4, NODES) == (
         "Warning: The run uses at most 5 of 8 GPUs and 6 of 32 CPUs of the cluster; idle: 3 GPUs, 26 CPUs. Raise"
-        " scaling.max_workers (all: as many as fit), or leave the GPUs to others."
+        " scaling.max_workers (all: as many as fit) to use them."
     )
     assert describe_use(four.replace(evaluate__workers=4), 4, NODES) == (
         "The run uses at most 8 of 8 GPUs and 9 of 32 CPUs of the cluster; idle: 23 CPUs."
     )
     assert describe_use(four.replace(scaling__label_selector={"zone": "a"}), 3, NODES) == (
-        "The run uses at most 4 of 4 GPUs and 5 of 16 CPUs of the cluster; idle: 11 CPUs, of 2 nodes these, on which no"
-        " worker fits: 2."
+        "The run uses at most 4 of 4 GPUs and 5 of 16 CPUs of the cluster; idle: 11 CPUs, nodes on which no worker fits"
+        " (of 2): 2."
     )
     on_cpus = str(describe_use(ALL.replace(scaling__max_workers=4), 4, NODES))
     assert "0 of 8 GPUs" in on_cpus
@@ -359,7 +359,7 @@ def test_the_start_says_what_the_run_uses_and_what_is_idle() -> None:
     assert "set scaling.gpus_per_worker to 1" in on_cpus
     assert describe_use(ALL, 6, [node("1", 8)]) == "The run uses at most 8 of 8 CPUs of the cluster."
     assert describe_use(four, 4, [*NODES, node("3", 16)]) is not None
-    assert "these, on which no worker fits: 3." in str(describe_use(four, 4, [*NODES, node("3", 16)]))
+    assert "nodes on which no worker fits (of 3): 3." in str(describe_use(four, 4, [*NODES, node("3", 16)]))
     assert describe_use(ALL, 4, []) is None
 
 

@@ -103,7 +103,7 @@ def test_a_launch_without_a_token_is_refused_before_anything_starts(
     monkeypatch.setattr(subprocess, "Popen", None)
     assert launch.main(["--config", str(ROOT / "conf" / "digits.yaml")]) == 2
     text = capsys.readouterr().err + caplog.text
-    for part in ("2 machines needs a token", "ray get-auth-token --generate", "RAY_AUTH_TOKEN_PATH"):
+    for part in ("2 machines needs the same token", "ray get-auth-token --generate", "RAY_AUTH_TOKEN_PATH"):
         assert part in text
 
 
@@ -128,5 +128,5 @@ def test_a_launch_without_tokens_goes_on_with_a_warning(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with caplog.at_level(logging.WARNING):
         assert require_shared_token(2) == ""
-    assert "whoever reaches a port of this cluster can run code" in caplog.text
+    assert "every process that reaches a port of this cluster can run code" in caplog.text
     assert os.environ["RAY_AUTH_MODE"] == "disabled"

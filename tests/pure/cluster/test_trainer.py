@@ -181,7 +181,7 @@ def test_a_strategy_that_needs_nccl_is_refused_on_slices_of_a_gpu(monkeypatch: p
     monkeypatch.setattr(KINDS["cuda"], "is_slice", lambda device: True)
     config = Config().replace(scaling__gpus_per_worker=1, train__strategy="fsdp")
     assert _choose_backend(config, torch.device("cuda", 0)) == "gloo", "a single worker has no peers"
-    with pytest.raises(ConfigError, match=r"slice of one \(MIG\), and train.strategy is fsdp.*Use ddp, single"):
+    with pytest.raises(ConfigError, match=r"slice \(MIG\), but train.strategy fsdp.*Use ddp, single"):
         _choose_backend(config.replace(scaling__max_workers=2), torch.device("cuda", 0))
 
 

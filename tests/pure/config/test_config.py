@@ -101,7 +101,7 @@ def test_a_run_name_that_is_not_a_plain_directory_name_is_refused(name: str) -> 
     words = name if name.isidentifier() else repr(name)
     assert message == (
         f"run.name is {words}; use 1 to 128 bytes of letters and digits of any language, '.', '_', '-' and blanks,"
-        " from a letter or digit on, and not with a blank or '.' at the end."
+        " with a letter or digit first and no blank or '.' last."
     )
 
 
@@ -374,7 +374,5 @@ def test_the_tracking_database_is_next_to_the_runs_by_default() -> None:
 
 
 def test_a_field_without_a_value_is_refused_with_its_default() -> None:
-    with pytest.raises(
-        ConfigError, match=r"scaling\.max_workers is empty; give a value, or leave the line out for the default, 1\."
-    ):
+    with pytest.raises(ConfigError, match=r"scaling\.max_workers is empty; set a value, or remove the line for the"):
         check_config(Config().replace(task__class_path="a.B", data__path="x", scaling__max_workers=None))

@@ -151,15 +151,10 @@ def test_a_configuration_in_the_docs_loads(block: str, tmp_path: Path, monkeypat
         assert {name: getattr(getattr(config, section), name) for name in values[section]} == values[section]
 
 
-def test_the_tf_distribute_page_has_a_configuration_for_each_strategy() -> None:
+def test_the_tf_distribute_page_has_a_setting_for_each_strategy() -> None:
     page = (ROOT / "docs" / "from-tf-distribute.md").read_text()
-    examples = re.findall(
-        r"```python\n.*?tf\.distribute\.(?:experimental\.)?(\w+Strategy)\(.*?```\n\n```yaml\n(.*?)```", page, re.DOTALL
-    )
-    assert {
-        name: yaml.safe_load(configuration).get("train", {}).get("strategy", "ddp") for name, configuration in examples
-    } == {
-        "MultiWorkerMirroredStrategy": "ddp",
+    rows = re.findall(r"^\|[^|]*?`(\w+Strategy)\b[^|]*\| `train\.strategy: (\w+)`", page, re.MULTILINE)
+    assert dict(rows) == {
         "MirroredStrategy": "ddp",
         "OneDeviceStrategy": "single",
         "CentralStorageStrategy": "central_storage",
@@ -268,21 +263,15 @@ def test_a_nested_schedule_needs_only_the_steps_of_its_phase(digits: Path, tmp_p
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schedule": one_cycle(5)}, "OneCycleLR has total_steps 5, but is moved at"),
+        ({"schedule": one_cycle(5)}, "OneCycleLR has total_steps 5, but"),
         (
             composite_schedule("SequentialLR", one_cycle(8), STEADY, milestones=[9]),
-            "total_steps 8, but is moved at 9 steps",
+            "total_steps 8, but the run advances it 9 times",
         ),
-        (composite_schedule("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but is moved at"),
-        (composite_schedule("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but is moved at"),
-        (
-            {"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None},
-            r"torch.optim.LBFGS cannot make a step: .*closure",
-        ),
-        (
-            {"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None},
-            r"torch.optim.SparseAdam cannot make a step: .*dense",
-        ),
+        (composite_schedule("SequentialLR", STEADY, one_cycle(8), milestones=[9]), "total_steps 8, but"),
+        (composite_schedule("ChainedScheduler", STEADY, one_cycle(8)), "total_steps 8, but"),
+        ({"optimizer": {"class_path": "torch.optim.LBFGS"}, "schedule": None}, "torch.optim.LBFGS cannot make a"),
+        ({"optimizer": {"class_path": "torch.optim.SparseAdam"}, "schedule": None}, "torch.optim.SparseAdam cannot"),
         (
             {"schedule": {"class_path": "torch.optim.lr_scheduler.ReduceLROnPlateau"}},
             "needs an evaluation at each step",
@@ -328,7 +317,7 @@ def test_an_optimizer_with_groups_is_refused_by_strategies_that_flatten_paramete
     for strategy in ("local_sgd", "parameter_server"):
         with pytest.raises(
             ConfigError,
-            match=rf"Grouped makes 2 groups of parameters by itself, which train.strategy {strategy} cannot",
+            match=rf"Grouped creates 2 parameter groups itself, which train.strategy {strategy} cannot",
         ):
             prepare(config.replace(train__strategy=strategy))
 

@@ -62,10 +62,10 @@ def test_servers_of_this_machine_are_reached_without_the_proxy(variables: dict[s
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"GLOO_SOCKET_IFNAME": "lo,nope0"}, "GLOO_SOCKET_IFNAME names 'nope0', and this machine has lo"),
+        ({"GLOO_SOCKET_IFNAME": "lo,nope0"}, "GLOO_SOCKET_IFNAME names 'nope0', but this machine has lo"),
         ({"RAY_RUNTIME_ENV_HOOK": "nowhere.hook"}, "RAY_RUNTIME_ENV_HOOK is 'nowhere.hook'"),
-        ({"TMPDIR": "/dev/null/x"}, "TMPDIR is '/dev/null/x', where Ray cannot write: /dev/null is a file"),
-        ({"TMPDIR": "/tmp", "RAY_TMPDIR": "/proc/x"}, "RAY_TMPDIR is '/proc/x', where Ray cannot write"),
+        ({"TMPDIR": "/dev/null/x"}, "TMPDIR is '/dev/null/x', but Ray cannot write there: /dev/null is a file"),
+        ({"TMPDIR": "/tmp", "RAY_TMPDIR": "/proc/x"}, "RAY_TMPDIR is '/proc/x', but Ray cannot write"),
     ],
 )
 def test_variables_with_which_ray_cannot_start_are_refused(variables: dict[str, str], message: str) -> None:
@@ -91,7 +91,7 @@ def test_processes_of_ray_do_not_end_by_a_warning(filters: str, expected: dict[s
 
 def test_another_encoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locale.getencoding", lambda: "ISO-8859-1")
-    with pytest.raises(ConfigError, match=r"Texts are read as ISO-8859-1 here .* set PYTHONUTF8=1"):
+    with pytest.raises(ConfigError, match=r"Text is read as ISO-8859-1 here .* set PYTHONUTF8=1"):
         check_variables({}, on_this_machine=False)
 
 
@@ -137,7 +137,7 @@ def test_the_configuration_has_precedence_and_says_so(monkeypatch: pytest.Monkey
     assert complete_tracking(section, None) == section
     fields = {"run.ray_address": "auto", "tracking.uri": SERVER, "tracking.experiment": None}
     assert describe_overridden(fields, {**os.environ, "RAY_ADDRESS": "auto"}) == [
-        f"tracking.uri is {SERVER}, so MLFLOW_TRACKING_URI (http://other) is not used."
+        f"tracking.uri is {SERVER}, which overrides MLFLOW_TRACKING_URI (http://other)."
     ]
     assert tracking_of_job(section) == section
     assert tracking_of_job(tracked()) == tracked("http://other", "other")

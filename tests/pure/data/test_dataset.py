@@ -46,9 +46,9 @@ def test_hidden_and_unfinished_files_of_spark_are_ignored(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "_dataset.json is damaged, it should hold JSON"),
-        ("[1]", "_dataset.json is damaged, it should hold fields by name, it holds list"),
-        ('{"format_version": 2}', r"_dataset.json is of format version 2; .* reads 1. Use the version that wrote it"),
+        ("{", "_dataset.json is damaged; it must contain JSON"),
+        ("[1]", "_dataset.json is damaged, it must contain a mapping, but contains a list"),
+        ('{"format_version": 2}', r"_dataset.json has format version 2; .* reads 1. Use the version that wrote it"),
     ],
     ids=["no JSON", "no fields", "newer version"],
 )

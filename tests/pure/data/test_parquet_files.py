@@ -532,7 +532,7 @@ def test_a_stored_partition_column_must_equal_its_folder(tmp_path: Path) -> None
     write_hive(tmp_path / "half", ["k=1.5"], k=pa.array(np.array([1.5, 1.5], np.float16)))
     assert read_column(tmp_path / "half", "k") == [1.5, 1.5], "half precision is not compared"
     write_hive(tmp_path / "other", ["k=01"], k=pa.array([1, 2], pa.int32()))
-    with pytest.raises(BadRowError, match=r"row group 0, row 1: column 'k' is 2, but the folder says '01'"):
+    with pytest.raises(BadRowError, match=r"row group 0, row 1: column 'k' is 2, but the folder's name has '01'"):
         read_column(tmp_path / "other", "k")
 
 
@@ -567,7 +567,7 @@ def test_too_many_open_files_names_the_limit() -> None:
     error = to_read_error("a.parquet", OSError(errno.EMFILE, "Too many open files"), "Restore it.")
     assert isinstance(error, StorageError)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    assert f"A process may have {limit} files open here (ulimit -n)" in str(error)
+    assert f"A process may have {limit} open files here (ulimit -n)" in str(error)
 
 
 def test_a_task_names_the_type_of_a_column_that_it_cannot_use(tmp_path: Path) -> None:
@@ -600,8 +600,8 @@ def test_ingest_lists_parquet_columns_and_marks_unusable_ones(
     assert ["x", "int64", "feature", "1", "1", "to", "3"] in words
     assert any(words_of[:4] == ["price", "float64", "feature", "0"] for words_of in words)
     assert any(line.startswith("  tags ") and "not usable: convert it" in line for line in lines)
-    assert any(line[:1] == ["none"] and "it has no value in any row" in " ".join(line) for line in words)
-    assert lines[-1] == "It can be trained on as it is, but not by tags, none: nothing was written."
+    assert any(line[:1] == ["none"] and "the column has no value in any row" in " ".join(line) for line in words)
+    assert lines[-1] == "A run can train on the data as it is, but not by tags, none: no files were written."
 
 
 def test_ingest_refuses_parquet_with_a_damaged_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

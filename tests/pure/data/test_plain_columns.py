@@ -169,7 +169,7 @@ def test_tensors_without_a_shape_as_json_are_refused(tmp_path: Path) -> None:
     pickled = column.field.with_metadata({"ARROW:extension:name": "ray.data.arrow_tensor"})
     table = write(tmp_path / "in", column._replace(field=pickled))
     # Where Ray Data is imported, its type refuses such a file before we see the column.
-    reasons = ("'c' holds tensors of which no JSON says the shape.*as lists of numbers", "cannot be read as Parquet")
+    reasons = ("'c' holds tensors without their shape.*as lists of numbers", "cannot be read as Parquet")
     reason = "|".join((*reasons, "Unable to deserialize shape"))
     for read in (lambda: open_dataset(str(tmp_path / "in")), lambda: ingest_table(str(tmp_path / "out"), table)):
         with pytest.raises(DataError, match=reason):

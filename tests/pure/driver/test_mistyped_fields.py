@@ -16,7 +16,7 @@ from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError
 
 BASE = {"task": "{class_path: ray_app.task.tabular.TabularRegression}", "data": "{path: x}"}
-QUOTES = "YAML takes what is not in quotes, as 007, 1e3, 12:30 and on, for a number, a time or true; write it in quotes"
+QUOTES = "YAML reads unquoted text such as 007, 1e3, 12:30 and on as a number, a time or true; write it in quotes"
 
 
 def error_of(folder: Path, **sections: str) -> str:

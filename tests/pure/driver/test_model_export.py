@@ -122,11 +122,11 @@ def test_each_way_uses_the_same_best_checkpoint_after_late_evaluations_and_remov
     # This evaluation comes after summary.json was written.
     evaluate(job, 30, 0.9)
     assert best_steps(job, tmp_path / "out") == {30}
-    assert "is gone" not in caplog.text
+    assert "is missing" not in caplog.text
     shutil.rmtree(job.paths.checkpoint(30, 1))
     with caplog.at_level(logging.WARNING):
         assert best_steps(job, tmp_path / "out") == {20}
-    assert caplog.text.count("The best checkpoint, of step 30, is gone") == 5
+    assert caplog.text.count("The best checkpoint, of step 30, is missing") == 5
 
 
 def test_evaluations_of_other_data_are_not_compared(job: Job) -> None:
@@ -161,7 +161,7 @@ def test_a_run_is_exported_from_any_folder_and_without_its_data(
     with pytest.raises(DataError, match="does not exist"):
         export_run(ExportOptions("moved", "other"))
     shutil.copytree(digits / "eval", tmp_path / "train")
-    with pytest.raises(DataError, match="is not what it was trained on"):
+    with pytest.raises(DataError, match="has changed since training"):
         export_run(ExportOptions("moved", "other"))
 
 
@@ -189,7 +189,7 @@ def test_parameters_that_differ_from_the_committed_digest_are_refused(job: Job) 
     CheckpointStore(job.paths).write(
         pack(Snapshot(40, state, {}, None)), replace(commit_of(40), params_digest="0" * 64)
     )
-    with pytest.raises(CheckpointError, match="other parameters than were committed"):
+    with pytest.raises(CheckpointError, match="other parameters than its commit recorded"):
         result_of(job).load_model("newest")
 
 

@@ -93,7 +93,7 @@ def test_the_error_about_a_configuration_of_another_version_names_its_unknown_fi
         with pytest.raises(ConfigError, match=message) as caught:
             read()
         assert str(job.paths.config) in str(caught.value)
-        assert "Use the version that made the run" in str(caught.value)
+        assert "Use the version that wrote the run" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_error_about_a_file_of_another_version_names_it(
 ) -> None:
     put_json(job.paths.root / name, values | {"schema_version": version})
     with pytest.raises(
-        ConfigError, match=f"{name} is of schema version {version}; .* reads 2. Use the version that wrote it"
+        ConfigError, match=f"{name} has schema version {version}; .* reads 2. Use the version that wrote it"
     ):
         read_facts(job.paths)
     put_json(job.paths.root / name, {"step": 3})

@@ -28,8 +28,8 @@ def message_after(
     [
         (None, [], "the rendezvous has not answered"),
         (status(), ["data", "reduction"], "a worker has waited for data"),
-        (status(live=set()), [], "there has been no worker, and the controller has not ended"),
-        (status(), [], "the workers have formed no group"),
+        (status(live=set()), [], "there has been no worker, but the controller has not ended"),
+        (status(), [], "the workers have not formed a group"),
     ],
 )
 def test_a_stopping_run_without_progress_is_ended_after_the_limit(
@@ -53,7 +53,7 @@ def test_a_finished_step_restarts_the_limit() -> None:
 
 def test_a_controller_that_does_not_end_after_the_last_step_is_ended() -> None:
     assert message_after(WaitLimits(9), END_LIMIT_S, status(9, live=set()), None) == (
-        "all steps are done, all workers have left, and Ray Train's controller has not ended for 60 s"
+        "all steps are done and all workers have exited, but Ray Train's controller has not ended for 60 s"
     )
     assert message_after(WaitLimits(9), 1000.0, status(9), None) is None, (
         "the run was ended while workers write the last checkpoint"

@@ -96,7 +96,7 @@ def test_a_copied_shard_with_classes_for_labels_without_names_is_refused(tmp_pat
     ("change", "message"),
     [
         (lambda table: table.drop_columns(["u"]), "'u' is missing"),
-        (lambda table: table.append_column("w", table["u"]), "'w' is not in the others"),
+        (lambda table: table.append_column("w", table["u"]), "'w' is missing in the others"),
         (lambda table: table.set_column(1, "u", table["u"].cast(pa.string())), "'u' is string, not double"),
         (lambda table: table.select(["row_id", "v", "u", "label"]), "their order is"),
     ],
@@ -121,7 +121,7 @@ def test_a_listed_shard_that_is_missing_is_refused(tmp_path: Path) -> None:
     one = write_set(tmp_path / "one", ("good", "bad"), shard_rows=60)
     next(one.glob("*.parquet")).unlink()
     for read in (open_dataset, describe):
-        with pytest.raises(DataError, match=r"part-00000.parquet is missing: _dataset.json lists 2 shards, and 1 of"):
+        with pytest.raises(DataError, match=r"part-00000.parquet is missing: _dataset.json lists 2 shards, but 1 of"):
             read(str(one))
     (one / "_dataset.json").unlink()
     assert open_dataset(str(one)).facts.classes == ("bad", "good")
@@ -143,7 +143,7 @@ def test_labels_lists_of_labels_and_targets_by_class_are_numbered_anew() -> None
 def test_a_description_of_an_earlier_version_is_named(tmp_path: Path) -> None:
     one = write_set(tmp_path / "one", ("good", "bad"))
     (one / "_dataset.json").rename(one / "dataset.json")
-    with pytest.raises(DataError, match=r"dataset.json is of an earlier version of ray_app\. Rename it to"):
+    with pytest.raises(DataError, match=r"dataset.json was written by an earlier version of ray_app\. Rename it to"):
         open_dataset(str(one))
 
 
@@ -202,7 +202,7 @@ def test_a_delivery_is_added_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     # The same rows under another name.
     shutil.copy(tmp_path / "one.csv", tmp_path / "three.csv")
     assert ingest_files(out, "csv", str(tmp_path / "three.csv"), **OPTIONS).reused
-    assert "has the rows of an earlier delivery" in caplog.text
+    assert "has the same rows as an earlier delivery" in caplog.text
     assert describe(out).rows == 200
 
 
@@ -221,9 +221,9 @@ def test_new_classes_are_refused_or_get_the_next_numbers(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_fraction": 0.2}, "was made with other options: eval_fraction 0.3, now 0.2"),
-        ({"label": None}, "was made with other options: label 'quality', now None"),
-        ({"append": False}, "append=true adds other files to it"),
+        ({"eval_fraction": 0.2}, "was written with other options: eval_fraction 0.3, now 0.2"),
+        ({"label": None}, "was written with other options: label 'quality', now None"),
+        ({"append": False}, "append=true adds new files"),
     ],
 )
 def test_a_delivery_with_other_options_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -247,7 +247,7 @@ def test_columns_of_a_delivery_get_the_types_of_the_data_set(tmp_path: Path) -> 
         (other.assign(n=[1.5, 2.5]), "'n' is double, not int64"),
         (other.assign(x=["a", "b"]), "'x' is string, not double"),
         (other.drop(columns="t"), "'t' is missing"),
-        (other.assign(more=1), "'more' is not in the others"),
+        (other.assign(more=1), "'more' is missing in the others"),
     ):
         with pytest.raises(DataError, match=message):
             ingest_table(out, changed, append=True)

@@ -112,10 +112,10 @@ def test_a_division_does_not_depend_on_where_it_is_done(tmp_path: Path, options:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided here; give --eval_fraction"),
+        ({"group": "patient"}, "group is 'patient', but source 'csv' is not divided; set --eval_fraction"),
         ({"group": "person", "eval_fraction": 0.1}, "group needs the column 'person'; the columns are ['patient'"),
         ({"group": "x", "eval_fraction": 0.1}, "group 'x' is a column of double; allowed are text and integers"),
-        ({"split_by": "patient", "eval_fraction": 0.1}, "patient is 'p0', by which rows are divided; allowed"),
+        ({"split_by": "patient", "eval_fraction": 0.1}, "patient is 'p0', but rows are divided by it; allowed"),
         ({"stratify": True, "eval_fraction": 0.1, "label": None}, "stratify needs the column 'label'"),
     ],
 )
@@ -155,7 +155,7 @@ def test_times_of_each_kind_are_ordered(tmp_path: Path, times: Any) -> None:
 
 def test_rows_of_one_time_cannot_be_divided(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,day\n" + "1,2026-01-01\n" * 9)
-    assert "has one value in all rows" in ingest_error(
+    assert "has the same value in all rows" in ingest_error(
         tmp_path, "csv", tmp_path / "a.csv", split_by="day", eval_fraction=0.5
     )
 
@@ -165,7 +165,7 @@ def test_a_row_without_the_deciding_value_is_a_bad_row(tmp_path: Path, option: s
     lines = [f"{i},p{i},2026-01-{1 + i:02}\n" for i in range(20)]
     (tmp_path / "a.csv").write_text("x,who,when\n" + "".join(lines) + "7,,\n")
     options = {option: "who" if option == "group" else "when", "eval_fraction": 0.5}
-    assert f"{reason}, by which rows are divided" in ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
+    assert f"{reason}, which divides the rows" in ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
     skipped = ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
     assert (skipped.rows, sum(part.refused for part in skipped.parts.values())) == (20, 1)
 
@@ -175,8 +175,8 @@ def test_a_row_with_a_value_that_is_no_time_is_a_bad_row(tmp_path: Path, value: 
     (tmp_path / "a.csv").write_text(f"d,x\n2026-01-01,1\n2026-01-02,2\n{value},3\n2026-01-04,4\n")
     options: dict[str, Any] = {"split_by": "d", "eval_fraction": 0.3}
     message = ingest_error(tmp_path, "csv", tmp_path / "a.csv", **options)
-    assert f"row a.csv:4: d is {value!r}, by which rows are divided; allowed are dates, times (as text" in message
-    assert "or leave such rows out with --on_bad_row skip" in message
+    assert f"row a.csv:4: d is {value!r}, but rows are divided by it; allowed are dates, times (as text" in message
+    assert "or skip such rows with --on_bad_row skip" in message
     ingest(IngestOptions("csv", str(tmp_path / "out"), str(tmp_path / "a.csv"), on_bad_row="skip", **options))
     assert read_columns(tmp_path / "out" / "train")["x"] == [1, 2]
     assert read_columns(tmp_path / "out" / "eval")["x"] == [4]

@@ -60,10 +60,10 @@ def test_numbers_of_other_ids_are_refused(tmp_path: Path) -> None:
     for name, user in (("a", "u0"), ("b", "x0")):
         ingest_table(str(tmp_path / name), pa.Table.from_pylist([*ROWS, {**ROWS[0], "user": user}]), ids=["user"])
     a, b = (open_dataset(str(tmp_path / name)).facts for name in ("a", "b"))
-    with pytest.raises(DataError, match=r"column 'user' of b stand for other ids than those of a\. .*--ids_of"):
+    with pytest.raises(DataError, match=r"column 'user' of b stand for other ids than the numbers in a\. .*--ids_of"):
         refuse_other_schema(schema_of(a, ["user"]), b, "b", "a")
     shutil.copy(tmp_path / "b" / "part-00000.parquet", tmp_path / "a" / "second.parquet")
-    with pytest.raises(DataError, match=r"second\.parquet has other columns than .*'user' has numbers of other ids"):
+    with pytest.raises(DataError, match=r"second\.parquet has other columns than .*'user' has the numbers of other"):
         open_dataset(str(tmp_path / "a"))
 
 
@@ -95,5 +95,5 @@ def test_what_is_no_id_is_refused(tmp_path: Path, values: list[Any], options: di
 def test_a_data_set_without_ids_numbers_none(tmp_path: Path) -> None:
     path = str(write_rows(tmp_path, "csv", ROWS))
     ingest_files(str(tmp_path / "first"), "csv", path)
-    with pytest.raises((ConfigError, DataError), match="has no numbers of 'user'; it has those of"):
+    with pytest.raises((ConfigError, DataError), match="has no numbers for 'user', only for"):
         ingest_files(str(tmp_path / "out"), "csv", path, ids=["user"], ids_of=str(tmp_path / "first"))

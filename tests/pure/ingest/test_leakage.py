@@ -34,7 +34,7 @@ def test_overlapping_windows_are_counted_and_named(tmp_path: Path, shift: int, a
     part = ingest_arrays(str(tmp_path / "out"), windows=x, y=np.arange(len(x)) % 2, eval_fraction=0.1).parts["eval"]
     [note] = part.notes
     assert f"{part.rows} of {part.rows} rows of 'eval' overlap" in note
-    assert f"in the column 'windows' a row is the one before it, shifted by {shift} along axis {axis}" in note
+    assert f"in the column 'windows' a row repeats the row before it, shifted by {shift} along axis {axis}" in note
     assert "--group COLUMN" in note
     assert "--split_by COLUMN" in note
     assert leaks_of(tmp_path / "out")["windows"]["windows"] == [part.rows, axis, shift]

@@ -179,8 +179,8 @@ def test_a_data_set_of_empty_lists_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["csv", "images", "numpy", "idx", "webdataset"])
 def test_other_sources_have_no_ragged_columns(tmp_path: Path, source: Any) -> None:
     message = refusal(tmp_path, source, tmp_path / "in", ragged=["a"])
-    assert message == f"ragged is ['a']: only jsonl, tfrecord, hf have it; leave it out for {source!r}."
-    with pytest.raises(ConfigError, match=r"with pack there are no columns but the tokens; leave it out"):
+    assert message == f"ragged is ['a'], an option only of jsonl, tfrecord, hf; leave it out for {source!r}."
+    with pytest.raises(ConfigError, match=r"with pack the tokens are the only column; leave it out"):
         ingest(
             IngestOptions(
                 "jsonl", str(tmp_path / "out"), str(tmp_path / "in"), ragged=["a"], tokenizer="t.json", pack=4

@@ -140,11 +140,11 @@ def test_a_large_row_group_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
             5_000,
             True,
             [
-                "looks sorted by 'label': a row group spans 17.3 of 100 values on an average, and a shuffle window of"
+                "looks sorted by 'label': a row group spans 17.3 of 100 values on average, and a shuffle window of"
                 " 1,024 rows"
             ],
         ),
-        (500, True, ["mixes about 3.0 row groups, so at most about 7 values. Ingest it again"]),
+        (500, True, ["mixes about 3.0 row groups, so at most about 7 values. Ingest the data again"]),
         (5_000, False, []),
         (500, False, []),
     ],

@@ -229,7 +229,7 @@ def test_the_commands_show_the_columns(tmp_path: Path, capsys: pytest.CaptureFix
     ingest_command = ["ingest", "--source", "csv", "--input", str(source), "--label", "survived", "--drop", "[id]"]
     assert main([*ingest_command, "--dry_run", "true"]) == 0
     dry = capsys.readouterr().out
-    assert "nothing is written" in dry
+    assert "no files are written" in dry
     assert not out.exists()
     assert main([*ingest_command, "--out", str(out)]) == 0
     written = capsys.readouterr().out

@@ -157,7 +157,7 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
     assert not ingest(options).reused
     assert ingest(options).reused
     Path(words).write_text(Path(words).read_text().replace('"a"', '"A"'))
-    with pytest.raises(ConfigError, match="was made with other options: tokenizer"):
+    with pytest.raises(ConfigError, match="was written with other options: tokenizer"):
         ingest(options)
 
 
@@ -165,10 +165,10 @@ def test_another_tokenizer_is_another_data_set(tmp_path: Path, words: str) -> No
     ("options", "expected"),
     [
         ({"text": "said"}, r"no column 'said' of texts; the columns are \['text', 'n'\]"),
-        ({"text": "n"}, "column 'n' holds int64, no text"),
+        ({"text": "n"}, "column 'n' holds int64, not text"),
         ({"rename": {"n": "tokens"}}, "becomes 'tokens', but the data has another column of this name"),
-        ({"end_of_text": "<eos>"}, "end_of_text '<eos>' is no token of "),
-        ({"tokenizer": None, "pack": 8}, "pack is 8, which is of texts that become tokens; give a tokenizer, too"),
+        ({"end_of_text": "<eos>"}, "end_of_text '<eos>' is not a token of "),
+        ({"tokenizer": None, "pack": 8}, "pack is 8, which needs --tokenizer"),
         ({"pack": 0}, "pack is 0; it must be at least 1"),
         ({"tokenizer": "missing.json"}, "tokenizer 'missing.json' cannot be read: .*no such file"),
         ({}, "row 0.jsonl:2: no text; every row needs a text"),
@@ -186,7 +186,7 @@ def test_texts_that_cannot_be_tokenized_are_refused_with_a_reason(
         return
     assert ingest(ingest_options).rows == 1
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "_refused.jsonl").read_text().splitlines()]
-    assert reasons == ["no text; every row needs a text", "the tokenizer makes no token of its text"]
+    assert reasons == ["no text; every row needs a text", "the tokenizer makes no token from its text"]
 
 
 def test_packed_blocks_have_less_than_one_percent_of_padding() -> None:

@@ -65,15 +65,15 @@ NAN = np.array([[0.0], [1.0], [np.nan]])
 @pytest.mark.parametrize(
     ("x", "y", "weights", "message"),
     [
-        (np.float32(3), None, None, "x is a float32, and fit takes arrays of rows"),
-        (None, None, None, "x is a NoneType, and fit takes arrays of rows"),
+        (np.float32(3), None, None, "x is a float32, but fit accepts arrays of rows"),
+        (None, None, None, "x is a NoneType, but fit accepts arrays of rows"),
         (NAN, None, None, "x is NaN or infinite as float32 in row 2, counted from 0"),
         ({"a": NAN[:2], "b": NAN}, None, None, r"x\['b'\] is NaN .* row 2"),
         (NAN[:2], np.array([1e300, 0]), None, "y is NaN or infinite as float32 in row 0"),
         (NAN[:2], NAN[:1], None, "x has 2 rows, y has 1 rows"),
         ([NAN[:2], NAN[:1]], NAN[:2], None, "x has 2 and 1 rows, y has 2 rows"),
         (NAN[:2], NAN[:2], np.ones(3), "y has 2 rows, sample_weight has 3 rows"),
-        (NAN[:2], NAN[:2], [1.0, 2.0], "sample_weight is a list, and fit takes arrays"),
+        (NAN[:2], NAN[:2], [1.0, 2.0], "sample_weight is a list, but fit accepts arrays"),
         (NAN[:0], NAN[:0], None, r"x has no rows, an array of shape \(0, 1\)"),
         (np.array(["a", None]), None, None, "x: an array of object"),
         (np.array([{}, {}]), None, None, "x: an array of object"),
@@ -90,5 +90,5 @@ def test_inputs_without_an_array_are_refused() -> None:
 
 
 def test_a_model_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"There is no file .*missing\.keras"):
+    with pytest.raises(ConfigError, match=r"The file .*missing\.keras"):
         load_saved(str(tmp_path / "missing.keras"))

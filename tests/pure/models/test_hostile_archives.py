@@ -189,7 +189,7 @@ def test_a_hostile_archive_runs_nothing(members: Members, tmp_path: Path, execut
             load(tmp_path / loader.EXPORTED)
         except ValueError as error:
             assert "is refused: " in str(error)  # noqa: PT017 - an archive may also be loaded as it was checked
-    with pytest.raises(ConfigError, match="is refused, and nothing of it was executed"):
+    with pytest.raises(ConfigError, match="is refused, and none of its code was executed"):
         Model(None, data, ["x"], "0" * 64).load(torch.device("cpu"))
     assert not executed_marker.exists()
     if kind in RUNS_IN_TORCH:
@@ -218,6 +218,6 @@ def test_the_digest_is_compared_before_the_program_is_loaded(members: Members, m
     loaded: list[object] = []
     monkeypatch.setattr(loader, "load_checked", loaded.append)
     wrong = Model(None, pack(members), ["x"], "0" * 64)
-    with pytest.raises(ConfigError, match="nothing of it was executed: its parameters have the digest"):
+    with pytest.raises(ConfigError, match="none of its code was executed: its parameters have the digest"):
         wrong.load(torch.device("cpu"))
     assert loaded == []

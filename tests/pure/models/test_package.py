@@ -37,7 +37,7 @@ def test_outputs_are_reported_as_equal_or_close(
 def test_different_outputs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(loader, "load", lambda data, trust: Scaled(model, 0.01))
-    with pytest.raises(RegistryError, match="predicts something else for 1 rows"):
+    with pytest.raises(RegistryError, match="predicts other values for 1 rows"):
         _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)
 
 

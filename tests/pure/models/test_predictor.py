@@ -140,8 +140,8 @@ def rewrite_description(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda task: task.update(class_path="os.system"), "is of the task os.system, and loading a package runs"),
-        (lambda task: task.update(settings=None), "does not hold the settings of its task"),
+        (lambda task: task.update(class_path="os.system"), "has the task os.system, but loading a package runs"),
+        (lambda task: task.update(settings=None), "lacks the settings of its task"),
         (
             lambda task: task["settings"].update(
                 evaluate_transforms=[
@@ -167,7 +167,7 @@ def test_an_export_runs_nothing_that_it_names(tmp_path: Path, change: Any, reaso
     rewrite_description(tmp_path / "out", change)
     model = load_model(tmp_path / "out")
     assert model.predict(np.zeros((1, 2), np.float32)).shape == (1, 2)
-    with pytest.raises(DataError, match=f"{reason}.* Give an array"):
+    with pytest.raises(DataError, match=f"{reason}.* Pass an array"):
         model.predict("cat.jpg")
 
 

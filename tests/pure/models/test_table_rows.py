@@ -102,11 +102,11 @@ def test_an_error_of_an_export_names_row_and_column(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (pa.table({"x": [0.5] * 1000}), "column 'sex' is missing; there are 'x'. Give the columns 'sex', 'fare'"),
-        ([{"x": 1}, {"x": 2}], "column 'sex' is missing; there are 'x'. Give the columns 'sex', 'fare'"),
-        ([RAW_ROWS, {"sex": "male"}], "Row 1, counted from 0, lacks 'fare', which other rows have; give None"),
+        (pa.table({"x": [0.5] * 1000}), "column 'sex' is missing; the columns are 'x'. Pass the columns 'sex', 'fare'"),
+        ([{"x": 1}, {"x": 2}], "column 'sex' is missing; the columns are 'x'. Pass the columns 'sex', 'fare'"),
+        ([RAW_ROWS, {"sex": "male"}], "Row 1, counted from 0, lacks 'fare', which other rows have; pass None"),
         (pl.LazyFrame(RAW_ROWS), r"A LazyFrame has no rows yet; call collect\(\) of Polars"),
-        ([["male", 7.25, None, "2026-11-27"]], "several inputs, and list has no names. Give the columns 'sex', 'fare'"),
+        ([["male", 7.25, None, "2026-11-27"]], "several inputs, but list has no names. Pass the columns 'sex', 'fare'"),
     ],
     ids=["arrow", "rows", "lacking", "lazy", "lists"],
 )
@@ -118,7 +118,7 @@ def test_an_export_refuses_rows_without_its_columns(predictor: ModelPredictor, r
 
 def test_a_model_of_arrays_says_what_it_takes() -> None:
     predictor = loader.Predictor(torch.nn.Identity(), [{"name": "features", "dtype": "<f4", "shape": [2]}])
-    allowed = r"Give an array, or a dictionary with it: 'features' float32 \(rows, 2\)"
+    allowed = r"Pass an array, or a dictionary with it: 'features' float32 \(rows, 2\)"
     for rows in ([{"x": 1.0, "y": 2.0}], {"x": 1.0, "y": 2.0}, [["a", "b"]], [[1.0, None]], [[1.0], [1.0, 2.0]]):
         with pytest.raises(ValueError, match=allowed):
             predictor.predict(rows)
@@ -129,13 +129,13 @@ def test_a_model_of_arrays_says_what_it_takes() -> None:
 def test_an_export_warns_once_of_values_that_the_training_data_lacks(predictor: ModelPredictor) -> None:
     words = ["robot", "male", "x", "y", "z", "robot"]
     rows = {name: [values[0]] * 6 for name, values in RAW_ROWS.items()}
-    with pytest.warns(UserWarning, match="count as one category") as caught:
+    with pytest.warns(UserWarning, match="are treated as one category") as caught:
         predictor.predict(rows | {"sex": words, "cabin": ["Z9", None, "C85", "C85", "C85", "C85"]}, scores=True)
     (warning,) = caught
     assert str(warning.message) == (
-        "5 of 6 rows have values of 'sex' that the training data lacks ('robot', 'x', 'y' and 1 more): they count as"
-        " one category, other. 1 of 6 rows have values of 'cabin' that the training data lacks ('Z9'): they count as"
-        " one category, other."
+        "5 of 6 rows have values of 'sex' that the training data lacks ('robot', 'x', 'y' and 1 more): they are"
+        " treated as one category, other. 1 of 6 rows have values of 'cabin' that the training data lacks ('Z9'): they"
+        " are treated as one category, other."
     )
     assert warning.filename == __file__
     with warnings.catch_warnings():

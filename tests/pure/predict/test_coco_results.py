@@ -71,5 +71,5 @@ def test_predictions_that_are_no_objects_of_these_categories_are_refused(tmp_pat
         write_coco_results(predicted(tmp_path, **objects([[3], []])), annotation_file)
     with pytest.raises(ConfigError, match="does not detect objects"):
         write_coco_results(predicted(tmp_path, scores=Ragged.of([[1], [2]], np.float32)), annotation_file)
-    with pytest.raises(ConfigError, match="is no file with categories"):
+    with pytest.raises(ConfigError, match="is not a file with categories"):
         read_categories(str(tmp_path / "absent.json"))

@@ -82,9 +82,9 @@ def test_rows_as_other_tools_write_them_are_encoded_alike(trained: tuple[Config,
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("age", ["22", "38", "x"], "Column 'age' of .* holds text; of what the model was trained on it holds integer"),
+        ("age", ["22", "38", "x"], "Column 'age' of .* holds text; in the training data of the model it holds integer"),
         ("ward", [b"3", b"1", b"3"], "Column 'ward' of .* holds bytes"),
-        ("day", [1, 2, 3], "Column 'day' of .* holds integer int64; of what the model was trained on it holds text"),
+        ("day", [1, 2, 3], "Column 'day' of .* holds integer int64; in the training data of the model it holds text"),
         ("label", [0.5, 1.0, 0.0], "Column 'label' of .* holds number float64"),
     ],
 )

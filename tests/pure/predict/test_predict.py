@@ -64,14 +64,14 @@ def test_invalid_predictions_are_refused_before_a_cluster_starts(
         ),
         (predict_command(run, data, out, "--predict.model", "digits"), "it must be models:/NAME@ALIAS"),
         (predict_command(run, data, out, "--predict.run", str(tmp_path)), "no summary.json"),
-        (predict_command(run, data, out), "Say which model"),
-        (predict_command(run, data, out, *CHAMPION, "--predict.run", old), "both given"),
+        (predict_command(run, data, out), "No model is named"),
+        (predict_command(run, data, out, *CHAMPION, "--predict.run", old), "both set"),
         (predict_command(run, data, out, *CHAMPION, "--predict.batch_size", "0"), "predict.batch_size is 0"),
         (
             predict_command(run, data, out, *CHAMPION, "--predict.columns", "row_id,colour"),
             "'colour', which is not in the data",
         ),
-        (predict_command(run, data, out, *CHAMPION, *tabular), "is of the task ray_app.task.image.ImageClassification"),
+        (predict_command(run, data, out, *CHAMPION, *tabular), "has the task ray_app.task.image.ImageClassification"),
         (
             predict_command(run, data, out, *CHAMPION, *pixels),
             "pixel_max is 255.0, but digits version 1 was trained with",
@@ -80,9 +80,9 @@ def test_invalid_predictions_are_refused_before_a_cluster_starts(
         (predict_command(run, tmp_path / "blind", out, *CHAMPION), "has no column 'image'"),
         (
             predict_command(run, tmp_path / "other", out, *CHAMPION),
-            "holds bytes; of what the model was trained on it holds array |u1",
+            "holds bytes; in the training data of the model it holds array |u1",
         ),
-        (predict_command(run, data, tmp_path / "full", *CHAMPION), "it holds something else"),
+        (predict_command(run, data, tmp_path / "full", *CHAMPION), "it does not hold predictions"),
         (
             predict_command(run, data, earlier_out, *CHAMPION),
             "model: {'name': 'digits', 'version': '7'}, now {'name': 'digits', 'version': '1'}",
@@ -167,7 +167,7 @@ def test_an_output_folder_of_other_code_is_refused(
     put_json(tmp_path / "out" / MADE_FROM, prepare_prediction(run.config, section).made_from)
     prepare_prediction(run.config, section)
     code.write_text("scale = 2")
-    with pytest.raises(ConfigError, match="was made from something else; give another folder:\n  - code: "):
+    with pytest.raises(ConfigError, match="was made from another model or data; name another folder:\n  - code: "):
         prepare_prediction(run.config, section)
 
 

@@ -24,7 +24,7 @@ from ray_app.task.ragged import to_batch
 from tests.support.batch_models import DEPENDENT_TASKS, ROWS, configured, contrastive, write_data
 
 LOSS = "The loss of a row depends on the other rows"
-PADDING = "The model reads what shorter rows are padded with"
+PADDING = "The model reads the padding of shorter rows"
 MODEL = "The predictions of a row depend on the other rows"
 BATCH_NORM = MODEL + r".*1 \(BatchNorm1d, track_running_stats\) normalizes by the statistics"
 
@@ -88,14 +88,14 @@ def test_a_metric_that_takes_only_some_scores_for_logits_is_refused_with_the_act
 ) -> None:
     auroc = {"class_path": "torchmetrics.classification.MulticlassAUROC", "init_args": {"num_classes": 3}}
     arguments: dict[str, Any] = {"model_args": {"norm": "running"}, "metrics": {"auroc": auroc}}
-    with pytest.raises(ConfigError, match=r"'auroc' .* put together from .*task\.init_args\.activation"):
+    with pytest.raises(ConfigError, match=r"'auroc' .* combined from .*task\.init_args\.activation"):
         prepare(config_of(data, tmp_path, configured("normalized", ["x"], activation="none", **arguments)))
     assert prepare(config_of(data, tmp_path, configured("normalized", ["x"], **arguments))).warnings == ()
 
 
 def test_a_last_batch_of_one_row_that_the_model_does_not_take_is_refused(data: str, tmp_path: Path) -> None:
     task = configured("normalized", ["x"], model_args={"norm": "batch"})
-    with pytest.raises(ConfigError, match=r"of 53 rows in batches of evaluate.batch_size 26 the last one is alone"):
+    with pytest.raises(ConfigError, match=r"the data has 53 rows, evaluate.batch_size is 26"):
         prepare(config_of(data, tmp_path, task, evaluate__batch_size=26))
 
 
@@ -138,7 +138,7 @@ def test_a_run_keeps_the_size_of_its_batches(data: str, tmp_path: Path) -> None:
     job = claim(prepare(config), 1).job
     put_event(job.paths, "started", 1)
     assert claim(prepare(config), 2).resumes
-    with pytest.raises(ConfigError, match=r"have had 20 rows in each.*Give 20"):
+    with pytest.raises(ConfigError, match=r"of 20 rows, so .*Set it to 20"):
         prepare(config.replace(evaluate__batch_size=10))
-    with pytest.raises(ConfigError, match=r"have had 20 rows in each.*Give 20"):
+    with pytest.raises(ConfigError, match=r"of 20 rows, so .*Set it to 20"):
         evaluate_run(EvaluateOptions(run=str(job.paths.root), batch_size=10), None, Console(quiet=True))

@@ -47,11 +47,9 @@ def test_changed_files_of_both_data_sets_are_named_or_refused(tmp_path: Path) ->
     assert paths.data.stat() == before, "the same versions are not written again"
     touch(tmp_path / "eval" / "1.parquet")
     versions = read_data_versions(train, evaluation)
-    change = "1 of 2 files of data.eval_path have another size, time or ETag: 1.parquet"
+    change = "1 of 2 files of data.eval_path differ in size, time or ETag: 1.parquet"
     assert describe_data_changes(paths, CONFIG, versions) == [change]
-    with pytest.raises(
-        RunExistsError, match=r"(?s)was changed since its last start.*- 1 of 2 files.*run.changed to warn"
-    ):
+    with pytest.raises(RunExistsError, match=r"(?s)changed since its last start.*- 1 of 2 files.*run.changed to warn"):
         describe_data_changes(paths, CONFIG.replace(run__changed="refuse"), versions)
 
 
@@ -62,7 +60,7 @@ def test_a_copy_of_the_data_is_compared_by_size(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "0.parquet")
     pq.write_table(pa.table({"x": np.arange(3), "y": np.arange(3)}), tmp_path / "b" / "1.parquet")
     assert describe_data_changes(paths, CONFIG, read_data_versions(make_source(tmp_path / "b"), None)) == [
-        "2 of 2 files of data.path have another size: 0.parquet, 1.parquet"
+        "2 of 2 files of data.path differ in size: 0.parquet, 1.parquet"
     ]
 
 

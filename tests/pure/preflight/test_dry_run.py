@@ -129,11 +129,9 @@ def test_an_error_in_a_metric_is_refused_and_too_few_rows_are_logged(
 ) -> None:
     fields = {"evaluate__metric": metric, "evaluate__mode": "min" if metric == "loss" else "max"}
     dry_run_task(tmp_path / "few", SpreadTask(), **fields)
-    [message] = [record.message for record in caplog.records if "of two rows" in record.message]
+    [message] = [record.message for record in caplog.records if "from two rows" in record.message]
     assert "ValueError: at least ten rows are needed (test_dry_run.py, line " in message
-    with pytest.raises(
-        ConfigError, match=r"The dry run with one row failed: AttributeError: 'Spread' object has no attribute 'row'"
-    ):
+    with pytest.raises(ConfigError, match="The dry run with one row failed: AttributeError: 'Spread' object has"):
         dry_run_task(tmp_path / "typo", SpreadTask("unused"), **fields)
 
 
@@ -153,7 +151,7 @@ LONG = "m" * 250
 
 @pytest.mark.parametrize("names", [("top@1", "top_1"), (LONG + "a", LONG + "b"), ("of//rows", "of__rows")])
 def test_metrics_with_the_same_name_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"The metrics '{names[0]}' and '{names[1]}' have one name in MLflow, 'eval_"):
+    with pytest.raises(ConfigError, match=f"The metrics .{names[0]}. and .{names[1]}. have the same name in MLflow"):
         dry_run_task(tmp_path, SimilarMetricsTask(*names), evaluate__metric="loss")
 
 
@@ -278,9 +276,7 @@ def test_unreduced_losses_of_pixels_and_tokens_have_deterministic_kernels() -> N
             functional.cross_entropy(
                 torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), reduction=reduction
             )
-        with pytest.raises(
-            ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose reduction none"
-        ):
+        with pytest.raises(ConfigError, match="cross-entropy or NLLLoss over pixels, as mean or sum: choose"):
             kernels.check(1)
 
 
@@ -331,8 +327,8 @@ class StatefulTask(TinyImages):
     [
         ("another tensor", r"another tensor for mean \(self.mean = ...\).*self.mean.copy_"),
         ("another parameter", "another tensor for factor"),
-        ("extra", "state_dict has 1._extra_state, which is no tensor but dict"),
-        ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint has it"),
+        ("extra", "state_dict has 1._extra_state, which is a dict"),
+        ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint contains it"),
     ],
 )
 def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, message: str) -> None:
@@ -468,7 +464,7 @@ class UntrainableModels(TinyImages):
         ("sparse", "graph of the model is sparse"),
         ("complex128", "wave of the model is complex128"),
         ("shared", "1.weight and second.weight of the model share memory"),
-        ("lacking", "state_dict leaves more.weight out, which is trained"),
+        ("lacking", "state_dict leaves out more.weight, which is trained"),
     ],
 )
 def test_a_model_that_cannot_be_trained_or_checkpointed_is_refused(tmp_path: Path, how: str, message: str) -> None:
@@ -482,7 +478,7 @@ def test_a_model_that_cannot_be_trained_or_checkpointed_is_refused(tmp_path: Pat
         ("scalar", "temperature has no dimensions"),
         ("empty", "nothing has no values"),
         ("hook", "1.weight has a hook"),
-        ("listed", "all of the model is no module and holds parameters.*ParameterList"),
+        ("listed", "all of the model is not a module but holds parameters.*ParameterList"),
     ],
 )
 def test_a_model_that_would_train_differently_when_sharded_is_refused(tmp_path: Path, how: str, message: str) -> None:
@@ -496,7 +492,7 @@ def test_fsdp_is_refused_with_a_version_of_torch_that_lacks_a_part_of_it(
 ) -> None:
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
     dry_run_task(tmp_path / "ddp", TinyImages())
-    with pytest.raises(ConfigError, match=r"train\.strategy is fsdp, which needs PyTorch 2\.15, and this is"):
+    with pytest.raises(ConfigError, match=r"train\.strategy is fsdp, which needs PyTorch 2\.15, but"):
         dry_run_task(tmp_path / "fsdp", TinyImages(), train__strategy="fsdp")
 
 
@@ -559,7 +555,7 @@ def test_models_that_train_identically_for_every_number_of_workers_are_accepted(
 
 
 def test_an_optimizer_with_state_in_its_attributes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"keeps t in itself \(self.t\), which no checkpoint has"):
+    with pytest.raises(ConfigError, match=r"keeps t in the attribute self.t, which no checkpoint"):
         dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.CountingSgd"})
     dry_run_task(
         tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.AdaptiveStepSize"}
@@ -571,7 +567,7 @@ def test_an_optimizer_may_draw_from_torch_where_it_updates_whole_parameters(tmp_
     dry_run_task(tmp_path / "a", TinyImages(), optimizer=optimizer)
     with pytest.raises(ConfigError, match=r"draws random numbers for whole parameters, and train\.strategy fsdp"):
         dry_run_task(tmp_path / "b", TinyImages(), optimizer=optimizer, train__strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"keeps rng in itself \(self.rng\), which no checkpoint has"):
+    with pytest.raises(ConfigError, match=r"keeps rng in the attribute self.rng, which no checkpoint"):
         dry_run_task(tmp_path / "c", TinyImages(), optimizer={**optimizer, "init_args": {"has_generator": True}})
 
 
@@ -580,16 +576,13 @@ def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path
         init_args = {"lr_lambda": f"tests.support.odd_optimizers.{function}"}
         return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": init_args}
 
-    with pytest.raises(ConfigError, match=r"The schedule keeps .*, which no checkpoint can be read with.*float"):
+    with pytest.raises(ConfigError, match=r"The schedule keeps .*, and a checkpoint with it could not.*float"):
         dry_run_task(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
     dry_run_task(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
 
 
 def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"LockInGroups keeps param_groups\[0\]\['lock'\], which no checkpoint can be read with: cannot pickle",
-    ):
+    with pytest.raises(ConfigError, match=r"LockInGroups keeps param_groups\[0\]\['lock'\], and a checkpoint"):
         dry_run_task(
             tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.LockInGroups"}
         )
@@ -617,7 +610,7 @@ def test_a_shortage_of_cpus_for_reading_is_warned_of() -> None:
     assert rates.find_shortage(workers=1, cpus=8) == []
     [warning] = rates.find_shortage(workers=2, cpus=8)
     assert "about 6,000 rows per second" in warning
-    assert "decode about 3,200 (2.5 ms per row)" in warning
+    assert "decode only about 3,200 (2.5 ms per row)" in warning
     assert "about 15 for reading" in warning
 
 

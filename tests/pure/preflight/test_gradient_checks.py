@@ -121,12 +121,12 @@ UNUSED_INPUTS = [0.0] * 16
 def test_weight_decay_of_parameters_without_gradient_is_warned_of(tmp_path: Path) -> None:
     [warning] = regression_warnings(tmp_path, UNUSED_INPUTS, DECAYED, {"unused": 7})
     assert warning.startswith(
-        "7 trained parameters get no gradient from the rows that were tried: unused.0, unused.1, unused.2, unused.3"
+        "7 trained parameters get no gradient from the rows of the dry run: unused.0, unused.1, unused.2, unused.3"
     )
     assert "unused.4" in warning
     assert "unused.5" not in warning
     assert warning.endswith(
-        "Freeze them by train.freeze, or give them a group with weight_decay 0 by optimizer.groups."
+        "Freeze them with train.freeze, or give them a group with weight_decay 0 in optimizer.groups."
     )
 
 
@@ -172,7 +172,7 @@ def lightning_warnings(folder: Path, how: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("tokens", "The loss that training_step of Tokens gives is not a mean over rows"),
+        ("tokens", "The loss that training_step of Tokens returns is not a mean over rows"),
         ("a loss between rows", "so the gradient depends on scaling.logical_workers"),
         ("f1", "'train.score', which training_step of Tokens logs, is not a mean over rows"),
         ("a number of tokens", "'train.tokens', which training_step of Tokens logs, is not a mean over rows"),
@@ -191,8 +191,8 @@ def test_means_over_rows_and_dropout_cause_no_warning(tmp_path: Path, how: str) 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another batch_size", r"'train/loss' is logged with batch_size \d+, and the batch has 2 rows"),
-        ("another batch_size without names", r"'loss' is logged with batch_size 1000, and the batch has 2 rows"),
+        ("another batch_size", r"'train/loss' is logged with batch_size \d+, but the batch has 2 rows"),
+        ("another batch_size without names", r"'loss' is logged with batch_size 1000, but the batch has 2 rows"),
         ("a sum without names", "'train/loss' is logged with reduce_fx"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_configured_length_of_a_schedule_is_not_replaced(init_args: dict[str, 
     spec = ClassSpec("torch.optim.lr_scheduler.OneCycleLR", {"max_lr": 0.1, **init_args})
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     if steps is None:
-        with pytest.raises(ConfigError, match=r"OneCycleLR cannot be made .*You must define either total_steps OR"):
+        with pytest.raises(ConfigError, match=r"OneCycleLR cannot be created .*You must define either total_steps OR"):
             make_schedule(spec, optimizer, 20)
         return
     assert vars(make_schedule(spec, optimizer, 20))["total_steps"] == steps

@@ -74,7 +74,7 @@ def test_state_outside_the_model_is_refused_at_every_place_of_user_code(where: s
         return
     part = f"{OBJECTS[:-1]}[" if "global" in how else WHERE.get(where, "")
     message = (
-        "(the parameter (weight|bias) of Linear|a parameter of shape .*), which is no part"
+        "(the parameter (weight|bias) of Linear|a parameter of shape .*), which is not part"
         if how == "parameter"
         else "changes with every"
     )

@@ -34,24 +34,12 @@ def line_of(code: str) -> str:
 @pytest.mark.parametrize(
     ("impurity", "expected"),
     [
-        (
-            "decode",
-            f"decode draws from Python's generator (random) {line_of('random.random() <')}decode). Its result may be"
-            f" cached",
-        ),
-        ("batch", "decode makes another 'image' of a row by itself"),
-        (
-            "numpy",
-            f"augment draws from NumPy's generator (numpy.random) {line_of('np.random.rand()')}augment). Draw from the"
-            f" keys",
-        ),
-        (
-            "unseeded",
-            f"augment draws from a generator made without a seed (numpy.random.default_rng)"
-            f" {line_of('default_rng().random')}augment)",
-        ),
-        ("transform", "augment gives something else when it is called again"),
-        ("kept", "training_loss gives something else when it is called again"),
+        ("decode", f"decode draws from Python's generator (random) {line_of('random.random() <')}"),
+        ("batch", "decode returns another 'image' for a row alone"),
+        ("numpy", f"augment draws from NumPy's generator (numpy.random) {line_of('np.random.rand()')}"),
+        ("unseeded", "augment draws from a generator without a seed (numpy.random.default_rng) "),
+        ("transform", "augment returns another result if it is called again"),
+        ("kept", "training_loss returns another result if it is called again"),
     ],
 )
 def test_preflight_names_impure_code(impurity: str, expected: str, tmp_path: Path) -> None:

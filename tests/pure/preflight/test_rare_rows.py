@@ -104,14 +104,10 @@ def refusal_of(*arguments: Any) -> str:
 def test_a_row_longer_than_the_positions_of_the_model_is_refused(tmp_path: Path, plain: str, long_at: int) -> None:
     long = write(tmp_path / "long", long_at=long_at)
     start(texts(), plain, plain, tmp_path)
-    reason = f"Rows of {LONGEST} numbers in 'tokens' cannot be"
-    assert f"{reason} trained on, rows of one can. Models know only so many positions" in refusal_of(
-        texts(), long, plain, tmp_path
-    )
+    reason = f"on rows of {LONGEST} numbers in 'tokens', but on rows of one number it can. A model has a limited"
+    assert f"The model cannot be trained {reason}" in refusal_of(texts(), long, plain, tmp_path)
     message = refusal_of(texts(), plain, long, tmp_path)
-    assert (
-        f"data.eval_path {long}: {reason} evaluated on, rows of one can. Models know only so many positions" in message
-    )
+    assert f"data.eval_path {long}: The model cannot be evaluated {reason}" in message
     start(texts(LONGEST), long, long, tmp_path)
     start(texts(max_length=32), long, long, tmp_path)
 
@@ -216,7 +212,7 @@ def test_the_search_for_the_longest_row_reads_large_rows_in_small_batches(
     assert sum(batch_rows) == 60
     assert max(batch_rows) * 50_000 * 8 <= 5 << 20
     assert [record.message for record in caplog.records] == [
-        f"A row of {long} numbers is not tried before the start, nor are others of more than 65536."
+        f"A row of {long} numbers is not tried before the start, nor is any other row of more than 65536."
     ]
     monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
     batch_rows.clear()
@@ -243,11 +239,7 @@ def test_the_search_for_the_longest_row_skips_unreadable_files(tmp_path: Path, p
     [
         (IMAGES, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
         (TABLE, "Column 'label' of {path} has labels from 0 to 3; 3 classes allow 0 to 2. Correct the labels or set"),
-        (
-            numbers(3),
-            "the loss and the model's 3 classes allow 0 to 2. Correct the column, or let the model have an output for"
-            " each class.",
-        ),
+        (numbers(3), "the loss and the model's 3 classes allow 0 to 2. Correct the column, or give the model an"),
     ],
     ids=["images", "table", "module"],
 )
@@ -276,6 +268,6 @@ def test_a_class_that_model_and_metrics_have_is_accepted_in_evaluation_data(plai
 def test_a_token_that_only_the_evaluation_data_have_is_refused(plain: str, tmp_path: Path) -> None:
     path = write(tmp_path / "more", words=60)
     assert (
-        f"data.eval_path {path}: Column 'tokens' has values up to 59, and the model has no embedding for 59"
+        f"data.eval_path {path}: Column 'tokens' has values up to 59, but the model has no embedding for 59"
         in refusal_of(texts(), plain, path, tmp_path)
     )

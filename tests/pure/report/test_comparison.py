@@ -57,7 +57,7 @@ def test_runs_without_steps_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("runs", [[], "runs/one"])
 def test_an_argument_that_is_not_a_list_of_runs_is_refused(runs: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"give a list of results or of run directories"):
+    with pytest.raises(ConfigError, match=r"pass a list of results or run directories"):
         compare_runs(runs)
 
 

@@ -447,7 +447,7 @@ def test_a_path_that_is_not_a_run_directory_is_refused(
     assert message.startswith("ConfigError: ")
     assert {
         "": "Folders in it: before, run.",
-        "nowhere": "no folders in it",
+        "nowhere": "no subfolders",
         "run/config.yaml": "is a file",
         "ftp://x": "s3://",
     }[path] in message
@@ -458,7 +458,7 @@ def test_a_failure_to_write_the_report_is_a_warning(tmp_path: Path, caplog: pyte
     run = make_full_run(tmp_path)
     next(iter(run.paths.metrics.iterdir())).write_text(json.dumps({"step": [1]}))
     assert report_end(run.paths) is None
-    assert "The report could not be made: ConfigError" in caplog.text
+    assert "The report could not be written: ConfigError" in caplog.text
     assert ".json is damaged: " in caplog.text
     assert report_end(RunPaths(tmp_path / "nowhere")) is None
 

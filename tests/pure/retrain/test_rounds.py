@@ -264,7 +264,7 @@ def test_a_partly_removed_round_is_started_from_its_first_stage(
     put_json(folder / "judged.json", {"verdict": {"promote": True, "reason": "of another round"}})
     with monkeypatch.context() as stuck:
         stuck.setattr(rounds, "remove_tree", lambda folder: None)
-        with pytest.raises(OSError, match="cannot be emptied: validated, judged are still there"):
+        with pytest.raises(OSError, match="cannot be emptied: validated, judged still exist"):
             start(config, StageObserver(config))
     assert watch.recorded == ["judged", "validated"]
     second = StageObserver(config)

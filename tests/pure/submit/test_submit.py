@@ -48,8 +48,8 @@ DIGITS = ROOT / "conf" / "digits.yaml"
     [
         (EndedJob("SUCCEEDED", 0), False, 0, "done"),
         (EndedJob("FAILED", 75), True, 75, "the run was interrupted"),
-        (EndedJob("STOPPED"), False, 75, "somebody stopped the job"),
-        (EndedJob("STOPPED", 75), False, 75, "somebody stopped the job"),
+        (EndedJob("STOPPED"), False, 75, "the job was stopped by a user"),
+        (EndedJob("STOPPED", 75), False, 75, "the job was stopped by a user"),
         (EndedJob("FAILED", -9), True, 1, "the driver was lost (killed by signal 9)"),
         (EndedJob("FAILED", 137), True, 1, "the driver was lost (killed by signal 9)"),
         (EndedJob("FAILED", -15), True, 1, "the driver was lost (killed by signal 15)"),
@@ -59,7 +59,7 @@ DIGITS = ROOT / "conf" / "digits.yaml"
             1,
             "(Job supervisor actor died: the node)",
         ),
-        (EndedJob("UNKNOWN"), True, 1, "the cluster does not know the job any more"),
+        (EndedJob("UNKNOWN"), True, 1, "the cluster no longer knows the job"),
         (EndedJob("FAILED", 1), False, 1, "the run failed"),
         (EndedJob("FAILED", 2), False, 2, "the run was refused"),
         (EndedJob("FAILED", 127), False, 127, "submit.python"),
@@ -80,7 +80,7 @@ def test_the_end_of_a_job_decides_whether_the_run_is_resubmitted(
     assert reason in verdict.reason
     last_verdict = judge(ended, done=2, retries=1)
     assert (last_verdict.again, last_verdict.exit_code) == (False, exit_code)
-    assert ("no try is left of 2" in last_verdict.reason) == again
+    assert ("all 2 tries are used" in last_verdict.reason) == again
 
 
 def test_the_pause_between_submissions_doubles_up_to_a_limit() -> None:
@@ -310,7 +310,7 @@ def test_a_storage_path_inside_the_job_is_refused(tmp_path: Path) -> None:
     config = load_config(DIGITS)
     [finding] = check_absolute_storage(config)
     assert (finding.level, finding.topic) == ("refused", "storage")
-    assert "Give an absolute folder that all nodes share" in finding.text
+    assert "Set an absolute folder that all nodes share" in finding.text
     assert check_absolute_storage(config.replace(run__storage_path=str(tmp_path))) == []
     assert check_absolute_storage(config.replace(run__storage_path="s3://bucket/prefix")) == []
 
@@ -378,7 +378,7 @@ def test_a_job_is_sent_again_while_the_cluster_cannot_take_it(
 )
 def test_a_job_that_the_cluster_refuses_is_not_sent_again(submit_to: Callable[..., str], error: Exception) -> None:
     cluster = Cluster(error)
-    with pytest.raises(ConfigError, match="the cluster does not take the job"):
+    with pytest.raises(ConfigError, match="the cluster refuses the job"):
         submit_to(cluster)
     assert cluster.sent == ["run-2"]
 

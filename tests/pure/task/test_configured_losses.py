@@ -74,7 +74,7 @@ def test_the_mean_of_a_loss_function_equals_torch(
 
 
 def test_two_outputs_are_not_compared_with_one_number() -> None:
-    with pytest.raises(ConfigError, match=r"outputs are of shape \(rows, 6\), the target of \(rows\)"):
+    with pytest.raises(ConfigError, match=r"outputs have the shape \(rows, 6\), but the target has \(rows\)"):
         compute_row_losses({"class_path": "torch.nn.MSELoss"}, torch.zeros(6, 6), NUMBERS)
 
 
@@ -137,7 +137,7 @@ def test_training_accuracy_is_per_row_where_the_loss_has_one_value_per_row() -> 
     [(NUMBERS, TAGS[:, 0].float()), (NUMBERS, TAGS[:, 0]), (SCORES, TAGS[:, :2]), ({"logits": SCORES}, LABELS)],
 )
 def test_training_accuracy_without_class_targets_is_refused(outputs: Any, target: Tensor) -> None:
-    with pytest.raises(ConfigError, match=r"train_accuracy is true, and the target, .* is not the index of a class"):
+    with pytest.raises(ConfigError, match=r"train_accuracy is true, but the target, .* is neither the index of a"):
         compute_row_losses({"class_path": "torch.nn.MSELoss"}, outputs, target, accuracy=True)
 
 
@@ -176,7 +176,7 @@ def test_the_padding_of_lists_has_no_weight(
 
 
 def test_one_loss_value_for_a_padded_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"gave values of shape \(rows\) for a target of lists, \(rows, 4\)"):
+    with pytest.raises(ConfigError, match=r"returned values of shape \(rows\) for a target of padded lists"):
         compute_row_losses({"class_path": f"{__name__}.OfRow"}, TOKEN_SCORES, TOKEN_LABELS, is_value=IS_TOKEN)
 
 

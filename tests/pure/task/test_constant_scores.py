@@ -58,4 +58,4 @@ def test_a_score_below_that_of_a_constant_is_a_warning() -> None:
     constants = {"accuracy": 0.6, "r2": 0.0, "absent": 0.5}
     right, wrong = describe_constant({"accuracy": 0.7, "r2": -1.8}, constants)
     assert right == "the most frequent class of the training data in every row gives accuracy 0.6000"
-    assert wrong.startswith("Warning: r2 -1.8000 is below that of a constant: the mean of the training data")
+    assert wrong.startswith("Warning: r2 -1.8000 is below the score of a constant: the mean of the training data")

@@ -212,9 +212,9 @@ def test_rows_without_any_object_are_read() -> None:
         ({"boxes": [[5, 5, 3, 9]]}, "object 1 has the box [5.0, 5.0, 3.0, 9.0] (left, top, right, bottom), which"),
         ({"boxes": [[5, 5, 45, 9]]}, "which lies outside the image, which is 40 wide and 30 high"),
         ({"boxes": [[5, 5, np.nan, 9]]}, "which has no size"),
-        ({"labels": [0]}, "there is a label 0; labels go from 1, since 0 is the background, to num_classes - 1"),
-        ({"labels": [3]}, "there is a label 3"),
-        ({"labels": [1, 2]}, "there are 1 boxes and 2 labels"),
+        ({"labels": [0]}, "the row has the label 0; labels go from 1 (0 is the background) to num_classes - 1"),
+        ({"labels": [3]}, "the row has the label 3"),
+        ({"labels": [1, 2]}, "the row has 1 boxes and 2 labels"),
     ],
 )
 def test_a_row_with_invalid_boxes_or_labels_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -231,7 +231,7 @@ def test_a_row_with_invalid_boxes_or_labels_is_refused(changed: dict[str, Any], 
 
 def test_transforms_that_make_float_images_are_refused() -> None:
     task = task_of(transforms=[{"class_path": V2 + "ConvertImageDtype"}])
-    with pytest.raises(ValueError, match="make images of fractions"):
+    with pytest.raises(ValueError, match="return fractions"):
         task.decode_training(ROWS, np.arange(3))
 
 

@@ -26,11 +26,11 @@ from tests.support.generated_tables import GRAMMAR, Program, draw, ingest_progra
 
 SEARCHED = 1000
 ALLOWED = {
-    "has missing values only": "A column of gaps has no median; scikit-learn drops it with a warning.",
+    "has only missing values": "A column of gaps has no median; scikit-learn drops it with a warning.",
     "more than the 1 rows": "One row of class 1 cannot be trained on.",
     "is NaN or infinite": "Numbers beyond float32 are refused with the column.",
-    "has no column of numbers": "A table of words has nothing to standardize, and words seen once are no categories.",
-    "give a row that has an array as a list": "As for a row with an array and a number.",
+    "names no column of numbers": "A table of words has nothing to standardize, and words seen once are no categories.",
+    "pass a row with an array as a list": "As for a row with an array and a number.",
     "too large for a standard deviation": "The spread of numbers up to 1.8e308 overflows; refused with the remedy.",
     "has infinite values": "Infinite numbers have no statistics; scikit-learn refuses them, too.",
     "is one value": "A row with an array may also be three rows; refused, a list of one row says it.",

@@ -80,7 +80,7 @@ def test_an_animated_image_decodes_to_all_its_frames(kind: str) -> None:
     with Image.open(io.BytesIO(intact_files()[f"animated {kind}"])) as image:
         image.seek(2)
         np.testing.assert_array_equal(frames[2], np.asarray(image.convert("RGB")).transpose(2, 0, 1))
-    with pytest.raises(ValueError, match="the image has 3 frames; a classifier takes still images"):
+    with pytest.raises(ValueError, match="the image has 3 frames; a classifier needs still images"):
         ImageClassification(size=4, num_classes=1).decode({"image": [intact_files()[f"animated {kind}"]], "label": [0]})
 
 
@@ -133,7 +133,7 @@ def test_a_png_with_too_few_rows_is_refused(interlaced: int, decode: Any) -> Non
     rows = bytes(79) if interlaced else b"".join(b"\0" + bytes(range(1, 9)) for _ in range(8))
     header = (8, 8, 8, 0, 0, 0, interlaced)
     for missing in (1, 9, 30, 60):
-        with pytest.raises(ValueError, match=r"its image data ends \d+ bytes too early|file is truncated"):
+        with pytest.raises(ValueError, match=r"the image data ends \d+ bytes too early|file is truncated"):
             decode(png(header, zlib.compress(rows[:-missing])))
     assert decode(png(header, zlib.compress(bytes(len(rows))))).sum() == 0, "the complete image is accepted"
 
@@ -156,19 +156,19 @@ def test_a_wrong_checksum_of_image_data_is_refused() -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "it is empty"),
+        (b"", "is empty"),
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
-            "it is a Git LFS pointer, not the file itself",
+            "the file is a Git LFS pointer, not the file itself",
         ),
-        (b"<!DOCTYPE html>\n<html><title>404</title></html>", "it is a web page"),
-        (b"\n<HTML>", "it is a web page"),
-        (encode(PHOTO, "bmp"), "it is a BMP image"),
-        (encode(PHOTO, "tiff"), "it is a TIFF image"),
-        (encode(PHOTO, "tiff", big_tiff=True), "it is a TIFF image"),
-        (encode(PHOTO, "avif"), "it is an AVIF image"),
-        (b"%PDF-1.7", "it is a PDF document"),
-        (b"hello, world", r"it is no image: it begins with b'hello, w'"),
+        (b"<!DOCTYPE html>\n<html><title>404</title></html>", "the file is a web page"),
+        (b"\n<HTML>", "the file is a web page"),
+        (encode(PHOTO, "bmp"), "the file is a BMP image"),
+        (encode(PHOTO, "tiff"), "the file is a TIFF image"),
+        (encode(PHOTO, "tiff", big_tiff=True), "the file is a TIFF image"),
+        (encode(PHOTO, "avif"), "the file is an AVIF image"),
+        (b"%PDF-1.7", "the file is a PDF document"),
+        (b"hello, world", r"not an image: it begins with b'hello, w'"),
     ],
 )
 def test_a_file_that_is_not_an_image_is_refused_with_its_kind(content: bytes, reason: str) -> None:

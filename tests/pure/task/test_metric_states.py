@@ -209,7 +209,7 @@ def test_a_metric_without_states_is_refused(make: Callable[[], Any]) -> None:
     "make", [tm.PearsonCorrCoef, tm.ConcordanceCorrCoef, lambda: tm.MeanMetric() + tm.PearsonCorrCoef()]
 )
 def test_states_without_a_supported_reduction_are_refused(make: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError, match="CorrCoef cannot be put together from parts: the reduction of its state"):
+    with pytest.raises(ConfigError, match="CorrCoef cannot be combined from parts: the reduction of its state"):
         load_states(make(), [states_of(make()), states_of(make())])
 
 

@@ -108,12 +108,16 @@ def test_the_best_mode_follows_from_the_metric(
     ("task", "fields", "message"),
     [
         (module(best_mode="maximum"), {}, "ModuleTask got best_mode = maximum; it must be "),
-        (module(best_metric="acc", best_mode="max"), {}, "best_metric of ModuleTask is 'acc'; the task's metrics"),
-        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', and nothing defines whether less or"),
+        (
+            module(best_metric="acc", best_mode="max"),
+            {},
+            "best_metric of ModuleTask is 'acc'; the task's single-valued metrics",
+        ),
+        (module(best_metric="acc"), {}, "task.init_args.best_metric is 'acc', but no setting defines whether"),
         (module(best_metric="mae"), {}, "The metrics are loss, error, pairs, r2. Set task.init_args.best_mode to"),
-        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', and nothing defines whether less or"),
+        (module(), {"evaluate__metric": "mae"}, "evaluate.metric is 'mae', but no setting defines whether"),
         (module(), {"evaluate__metric": "acc", "evaluate__mode": "max"}, "evaluate.metric is 'acc'; the task's"),
-        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', and nothing defines whether less or"),
+        (lightning(best_metric="accuracy"), {}, "best_metric is 'accuracy', but no setting defines whether"),
     ],
 )
 def test_a_best_metric_must_exist_and_have_a_mode(
@@ -194,12 +198,15 @@ def test_binary_multilabel_and_fixed_size_list_targets_are_accepted(
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (module(model=outputs(2), target="label", loss=TEXTS["loss"]), "Column 'label' has values from 0 to 3, and"),
-        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, and with 3 there is no"),
-        (module(model=bert(vocab_size=100), **TEXTS), "Column 'tokens' has values up to 199, and the model has no"),
-        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, and the model has"),
-        (module(model=bert(max_position_embeddings=8), **TEXTS), "Rows of 40 numbers in 'tokens' cannot be trained"),
-        (module(model=outputs(2), target="x"), "outputs are of shape (rows, 2), the target of (rows)"),
+        (module(model=outputs(2), target="label", loss=TEXTS["loss"]), "Column 'label' has values from 0 to 3, but"),
+        (module(model=bert(num_labels=2), **TEXTS), "Column 'label' has values from 0 to 3, but there is no"),
+        (module(model=bert(vocab_size=100), **TEXTS), "Column 'tokens' has values up to 199, but the model has no"),
+        (module(model=bert(), **TEXTS, pad_with=300), "values up to 199 and is padded with 300, but the model has"),
+        (
+            module(model=bert(max_position_embeddings=8), **TEXTS),
+            "The model cannot be trained on rows of 40 numbers in 'tokens'",
+        ),
+        (module(model=outputs(2), target="x"), "outputs have the shape (rows, 2), but the target has (rows)"),
     ],
 )
 def test_a_model_that_does_not_fit_the_data_is_refused(
@@ -216,8 +223,7 @@ def test_an_argument_without_a_type_hint_is_required_and_may_be_null() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(task={"class_path": UNTYPED + "Untyped"}, data__path="data")
     assert str(caught.value) == (
-        f"The configuration is refused: {UNTYPED}Untyped needs width, which is not given; write it below"
-        f" task.init_args."
+        f"The configuration is refused: {UNTYPED}Untyped needs width, which is missing; set it in task.init_args."
     )
     config = load_config(task=module(model={**NET, "init_args": {"width": None}}), data__path="data")
     assert config.task.init_args["model"]["init_args"] == {"width": None}
@@ -242,7 +248,7 @@ def test_list_columns_convert_to_types_that_layers_accept(stored: Any, converted
     assert isinstance(lists, Ragged)
     assert lists.values.dtype == converted
     assert lists.values.tolist() == [1, 0, 1]
-    with pytest.raises(ValueError, match="a list holds no numbers"):
+    with pytest.raises(ValueError, match="a list does not hold numbers"):
         convert_column([[1], [2]], "list")
 
 

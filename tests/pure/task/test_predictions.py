@@ -58,7 +58,7 @@ def test_predictions_of_bfloat16_are_floats() -> None:
 
 @pytest.mark.parametrize("outputs", [(torch.ones(2), torch.ones(2)), {"a": torch.ones(2), "b": ()}])
 def test_outputs_that_are_no_columns_are_refused(outputs: object) -> None:
-    with pytest.raises(ConfigError, match=r"a dictionary of tensors; they are, or contain, tuple\. Write"):
+    with pytest.raises(ConfigError, match=r"a dictionary of tensors, but are, or contain, tuple\. Write"):
         Task.predictions(TabularRegression(), outputs, {})
 
 

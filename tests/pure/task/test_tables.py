@@ -247,13 +247,13 @@ def test_texts_are_not_booleans_unless_all_of_them_are(tmp_path: Path) -> None:
         ({"missing": {"aeg": "mean"}}, "task.init_args.missing names 'aeg', which is not a feature"),
         ({"dates": {"sex": ["century"]}}, "allowed are some of year, month"),
         ({"log": ["label"]}, "task.init_args.log names 'label', which is not a feature"),
-        ({"categories": ["class"], "standardize": ["class"]}, "task.init_args.categories names 'class', and so does"),
+        ({"categories": ["class"], "standardize": ["class"]}, "task.init_args.categories names 'class', but so does"),
         ({"log": ["sex"]}, "task.init_args.log names 'sex', which is used as category; allowed"),
         ({"standardize": ["age", "sex"]}, "task.init_args.standardize names 'sex', which is used as category"),
         ({"missing": {"age": "category"}}, "missing.age is 'category', but the column is used as number"),
-        ({"missing": {"age": {"constant": "old"}}}, "for the number column 'age' is 'old': it holds"),
+        ({"missing": {"age": {"constant": "old"}}}, "for the number column 'age' is 'old': the column holds"),
         ({"missing": {"age": {"constant": math.nan}}}, "for the column 'age' is nan, not a number"),
-        ({"features": ["sex"], "standardize": True}, "task.init_args.standardize has no column of numbers"),
+        ({"features": ["sex"], "standardize": True}, "task.init_args.standardize names no column of numbers"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
@@ -277,7 +277,7 @@ CABIN = r"'cabin'.* has 2 missing values.*missing.cabin to auto, category"
         (INFINITE, {"features": ["both"], "missing": {"both": "median"}}, "'both' of .* has infinite values"),
         (INFINITE, {"features": ["one"], "missing": {"one": "mean"}}, "'one' of .* has infinite values"),
         (INFINITE, {"features": ["one"], "missing": {"one": "indicator"}}, "'one' of .* has infinite values"),
-        ({"x": [1e308, 1e308, 1.0, None]}, {"missing": {"x": "mean"}}, "'x' of .* whose sum is too large"),
+        ({"x": [1e308, 1e308, 1.0, None]}, {"missing": {"x": "mean"}}, "'x' of .* with a sum that is too large"),
         ({"x": [1e200, 1.0, 2.0, 3.0]}, {"standardize": True}, "too large for a standard deviation"),
         ({"x": [1.0, 2.0], "label": ["yes", None]}, {}, "1 missing values"),
     ],
@@ -470,7 +470,7 @@ def test_a_table_that_lacks_a_column_is_not_taken_for_encoded_rows() -> None:
     inputs = [{"name": "features", "dtype": "float32", "shape": [2]}]
 
     predictor = loader.Predictor(torch.nn.Identity(), inputs, encoding, encode_rows)
-    with pytest.raises(ValueError, match="column 'fare' is missing; there are 'age', 'id'"):
+    with pytest.raises(ValueError, match="column 'fare' is missing; the columns are 'age', 'id'"):
         predictor.predict(pd.DataFrame({"age": [1.0], "id": [7.0]}))
     encoded = np.ones((1, 2), np.float32)
     assert predictor.predict({"features": encoded}).tolist() == [[1, 1]]

@@ -135,7 +135,7 @@ class Halved(OfToken):
 
 def test_outputs_that_match_no_padded_list_are_refused() -> None:
     batch = to_batch(WITHOUT_TAGS)
-    with pytest.raises(DataError, match=r"of shape \(5, 3\), of rows whose lists are padded: 'tokens' to 5; which"):
+    with pytest.raises(DataError, match=r"the shape \(5, 3\), but the padded lists of the rows are 'tokens' to 5;"):
         tagging_task().predictions(tagging_task().forward(Halved(), batch), batch)
 
 
@@ -225,7 +225,7 @@ def test_a_target_of_lists_of_lists_is_refused(tmp_path: Path) -> None:
     tokens = pa.array([[1] * (1 + n % 4) for n in range(16)], pa.list_(pa.int64()))
     facts = open_dataset(table_data(tmp_path / "boxes", columns | {"tokens": tokens})["path"]).facts
     for name in kinds:
-        with pytest.raises(DataError, match=f"target names '{name}', and of .* that holds lists of lists, "):
+        with pytest.raises(DataError, match=f"target names '{name}', but this column of .* holds lists of lists, "):
             tagging_task(target=name, loss={"class_path": "torch.nn.MSELoss"}).prepare(facts)
         assert Boxed({"class_path": "x"}, ["tokens", name], name).prepare(facts).kinds[name] == "list"
         assert tagging_task(inputs=[name], target="tokens").prepare(facts).kinds[name] == "list"

@@ -30,7 +30,7 @@ LIGHTNING = {
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}}
 SCHEDULE = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}}
 GPU = {"scaling__gpus_per_worker": 1.0}
-OPTIMIZER_OF_SCRIPT = "The script makes its optimizer and keeps it (loop.keep); leave optimizer and optimizers out."
+OPTIMIZER_OF_SCRIPT = "The script creates its optimizer (loop.keep); leave optimizer and optimizers out."
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +43,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (LOOP, {"optimizer": ADAM}, OPTIMIZER_OF_SCRIPT),
         (LOOP, {"optimizers": {"one": {**ADAM, "parameters": ["*"]}}}, OPTIMIZER_OF_SCRIPT),
-        (LOOP, {"train__compile": True}, "train.compile compiles the model that a task is given; compile the model"),
-        (LOOP, GPU | {"train__capture": True}, "train.capture needs each step to do the same, and a script may do"),
-        (LIGHTNING, GPU | {"train__capture": True, "optimizer": ADAM}, "train.capture needs each step to do the"),
-        (LOOP, {"train__strategy": "central_storage"}, "train.strategy is central_storage, which needs more of a"),
-        (LOOP, {"train__strategy": "fsdp"}, "script's loop leaves it; use ddp or single."),
-        (LOOP, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave"),
-        (LIGHTNING, {"schedule": SCHEDULE}, "and the task brings a StepLR with its optimizer; a run has one. Leave"),
-        (LIGHTNING, {"train__strategy": "fsdp", "optimizer": ADAM}, "train.strategy is fsdp, which gathers the"),
+        (LOOP, {"train__compile": True}, "train.compile compiles the model of a task; compile the model"),
+        (LOOP, GPU | {"train__capture": True}, "train.capture needs identical steps, but the steps of a script"),
+        (LIGHTNING, GPU | {"train__capture": True, "optimizer": ADAM}, "train.capture needs identical steps"),
+        (LOOP, {"train__strategy": "central_storage"}, "train.strategy is central_storage, which needs control"),
+        (LOOP, {"train__strategy": "fsdp"}, "script's loop; use ddp or single."),
+        (LOOP, {"schedule": SCHEDULE}, "but the task returns a StepLR with its optimizer"),
+        (LIGHTNING, {"schedule": SCHEDULE}, "but the task returns a StepLR with its optimizer"),
+        (LIGHTNING, {"train__strategy": "fsdp", "optimizer": ADAM}, "train.strategy is fsdp, which gathers "),
         (LIGHTNING, {"train__strategy": "fsdp"}, "Use ddp, single, local_sgd, parameter_server or central_storage."),
         (LIGHTNING, {"train__compile": True, "optimizer": ADAM}, "train.compile compiles calls of the module, and"),
     ],

@@ -111,7 +111,7 @@ def test_a_joining_worker_that_leaves_before_its_first_step_writes_no_checkpoint
     new_job: Callable[..., Job], strategy: str
 ) -> None:
     job = new_job(train__strategy=strategy)
-    with pytest.raises(PreemptedError, match="before it got a state"):
+    with pytest.raises(PreemptedError, match="before it has received"):
         train(WorkerContext(job, DrainedMembership(), cache_windows, CPU, Hooks()))
     assert list_tree(job.paths.root) == {}
 

@@ -144,7 +144,7 @@ def test_a_straggler_is_replaced_by_the_standby_worker(make_short_config: ShortR
     eviction = read_events(paths, "evicted")[0]
     slow = int(Path(f"{drag.proof}-1").read_text())
     assert eviction.details["pid"] == slow == next(e.details["pid"] for e in read_events(paths, "straggler_detected"))
-    assert eviction.details["reason"].endswith("another takes its place")
+    assert eviction.details["reason"].endswith("another worker replaces it")
     assert [e.details["workers"] for e in read_events(paths, "formed")][:3] == [2, 1, 2]
     assert (result.summary["restarts"]["failures"], result.summary["redone_steps"]) == (0, 0)
 

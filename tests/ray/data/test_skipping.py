@@ -87,4 +87,4 @@ def test_damaged_images_are_skipped_listed_and_counted(
         assert all(entry["reason"] for entry in listed)
         results[name] = summary["params_digest"], record_of(tmp_path / "runs" / name)
     assert results["run-1"] == results["run-2"]
-    assert capsys.readouterr().out.count("every one of 2 classes is used 30 times") == 2
+    assert capsys.readouterr().out.count("each of 2 classes is used 30 times") == 2

@@ -36,13 +36,13 @@ def test_a_drill_on_a_joined_cluster_touches_no_node(
         == 1
     )
     assert ray.is_initialized()
-    assert "FAILED: it did not happen: there is no evidence 'killed-0'" in capsys.readouterr().out
+    assert "FAILED: the fault did not happen: the evidence 'killed-0' is missing" in capsys.readouterr().out
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     node, unconfirmed = certificate["scenarios"]
     assert (node["outcome"], unconfirmed["outcome"]) == ("left out", "failed")
     assert "did not start" in node["reason"]
     assert unconfirmed["params_digest"] == certificate["undisturbed"]["params_digest"]
     assert main(drill_arguments(digits, tmp_path / "out", scenarios="quiet", max_steps=20)) == 2
-    assert "holds the certificate of another drill" in capsys.readouterr().err
+    assert "has the certificate of another drill" in capsys.readouterr().err
     assert main(drill_arguments(digits, tmp_path / "other", scenarios="node,grow", max_steps=20)) == 2
     assert "No scenario is possible" in capsys.readouterr().err

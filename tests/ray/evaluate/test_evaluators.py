@@ -198,8 +198,8 @@ def test_evaluating_an_ended_run_equals_its_own_evaluator(
     with pytest.raises(ConfigError, match=r"evaluate.workers is 0; it must be at least 1"):
         result.evaluate(str(digits / "eval"), workers=0)
     for arguments, expected in (
-        (["--run", str(tmp_path / "nothing")], "holds no run"),
-        (["--run", str(result.path), "--data", str(digits / "eval")], "give them a --name"),
+        (["--run", str(tmp_path / "nothing")], "is not the directory of a started run"),
+        (["--run", str(result.path), "--data", str(digits / "eval")], "set a --name"),
         (["--run", str(result.path), "--name", "a/b"], "use letters"),
         (["--run", str(result.path), "--num_gpus", "1"], "1 GPU, which no node has"),
         (["--run", str(result.path), "--name", "new", "--data", str(tmp_path / "nothing")], "nothing"),

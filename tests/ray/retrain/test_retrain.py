@@ -157,7 +157,7 @@ def test_retraining_decides_correctly_from_day_to_day(
     assert_day_3(days, facts)
 
     # The data has not changed.
-    assert "is what champion version 2 was trained on" in start(days).out
+    assert "is the training data of champion version 2" in start(days).out
     assert days.facts() == facts
 
     days.deliver("fourth", 1400, 1438)

@@ -102,15 +102,15 @@ class Outages:
         self.server.freeze()
 
     def after_2(self, job: Job) -> None:
-        wait_until(lambda: "training goes on" in self.caplog.text)
+        wait_until(lambda: "training continues" in self.caplog.text)
         self.server.thaw()
         wait_until(lambda: read_json(job.paths.tracking)["sent_step"] == 2 * PHASE)
         # On a busy machine, answers can time out, so there may be several warnings.
-        self.num_warnings = self.caplog.text.count("training goes on")
+        self.num_warnings = self.caplog.text.count("training continues")
         self.server.kill()
 
     def after_3(self, job: Job) -> None:
-        wait_until(lambda: self.caplog.text.count("training goes on") > self.num_warnings)
+        wait_until(lambda: self.caplog.text.count("training continues") > self.num_warnings)
         self.stub = BrokenServer(self.server.port, ERROR_500)
 
     def after_4(self, job: Job) -> None:
@@ -192,9 +192,9 @@ def test_a_run_without_mlflow_is_replayed_later(
     assert command == str(tmp_path / "runs" / "absent")
 
     assert track(["--replay", command]) == 1
-    assert f"MLflow at {absent.uri} did not take everything" in capsys.readouterr().err
+    assert f"MLflow at {absent.uri} did not accept the whole record" in capsys.readouterr().err
     assert track(["--replay", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "is not the directory of a started run" in capsys.readouterr().err
 
     paths = RunPaths(tmp_path / "runs" / "absent")
     assert track(["--replay", command, "--uri", server.uri, "--experiment", "second"]) == 0

@@ -118,5 +118,5 @@ def test_a_metric_that_ray_refuses_is_logged_once(ray_cluster: None, caplog: pyt
     for _ in range(2):
         metrics.set("steps", value)
     assert [record.message for record in caplog.records] == [
-        "Ray takes no metrics of the run: TypeError: value must be int or float, got <class 'str'>."
+        "Ray does not accept metrics of the run: TypeError: value must be int or float, got <class 'str'>."
     ]

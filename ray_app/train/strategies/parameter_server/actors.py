@@ -83,7 +83,7 @@ class ServerActor(ParameterServer):
         """Calls a method; returns whether it succeeded, and its result."""
         method, *arguments = called
         if method not in _CALLS:
-            raise ValueError(f"{method!r} is nothing that a parameter server is asked for")
+            raise ValueError(f"{method!r} is not a request that a parameter server knows")
         try:
             return True, self._calls.submit(getattr(self, method), *arguments).result()
         except Exception as error:

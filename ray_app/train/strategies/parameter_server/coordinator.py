@@ -219,7 +219,7 @@ class Coordinator:
         if not math.isfinite(norm):
             raise NonFiniteError(
                 f"Epoch {cursor.epoch}, step {cursor.step} of the epoch: the sum of finite gradients is not finite. The"
-                " optimizer did not move. Lower the learning rate, or set train.grad_clip_norm."
+                " optimizer made no update. Lower the learning rate, or set train.grad_clip_norm."
             )
         self._served.move(step, norm, correction)
         return norm
@@ -266,7 +266,7 @@ class Coordinator:
             with self._waiting():
                 restore_state(self._job, self._state, self._step_log, self._sender, HOST, World(0, 1, 1))
         except OSError as error:
-            logger.warning("The state to go on from cannot be read, will try again: %s", error)
+            logger.warning("The state to continue from cannot be read, trying again: %s", error)
             raise NotReadyError from error
         self._saved_step = self._state.step
 
@@ -294,7 +294,7 @@ class Coordinator:
         if self._served.era:
             step, self._lost_s = self._units.complete, time.time()
             put_event(self._job.paths, "server_lost", self._job.fence, step=step, back_to=self._state.step)
-            logger.warning("A parameter server was lost after step %d; all go back to step %d", step, self._state.step)
+            logger.warning("A parameter server was lost after step %d; all return to step %d", step, self._state.step)
             with self._waiting():
                 self._step_log.close()
             self._step_log = self._make_step_log()

@@ -63,7 +63,7 @@ def receive(connection: socket.socket) -> Any:
             return part
         [size] = part.values()
         if not isinstance(size, int) or not 0 <= size <= remaining_bytes:
-            raise ValueError(f"{size} bytes in a message that may have {remaining_bytes} more")
+            raise ValueError(f"{size} bytes in a message that may have only {remaining_bytes} more")
         remaining_bytes -= size
         if _BYTES in part:
             return receive_bytes(connection, size)

@@ -121,7 +121,7 @@ class ParameterServer:
         added = self._sums.get(step, _NO_GRADIENTS).tree.nodes
         if [node for node, _ in added] != [(0, self._config.logical_workers)]:
             raise DataError(
-                f"Step {step} is to end with the gradients of {[node for node, _ in added]} only; please report this."
+                f"Step {step} would end with the gradients of only {[node for node, _ in added]}; please report this."
             )
         [(_, total)] = added
         parts = total.split([p.numel() for p in self._parameters])

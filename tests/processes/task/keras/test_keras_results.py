@@ -63,5 +63,5 @@ def test_plain_keras_loads_an_export_and_predicts_the_same(data: Path, tmp_path:
 
 def test_another_run_has_no_keras_model(data: Path, tmp_path: Path) -> None:
     result = train(tmp_path / "runs", data, {"class_path": "ray_app.task.image.ImageClassification", "init_args": {}})
-    with pytest.raises(ConfigError, match="no Keras program"):
+    with pytest.raises(ConfigError, match="not a Keras model"):
         result.keras_model()

@@ -199,18 +199,9 @@ class FlipInPart:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        (
-            (["critic.*"], ["generator.0.*"]),
-            r"No optimizer has the parameters generator.2.weight, generator.2.bias; name them in one",
-        ),
-        (
-            (["*"], ["generator.*"]),
-            r"optimizers.generator.parameters names generator.0.weight.*, which optimizers.critic has, too",
-        ),
-        (
-            (["critic.*"], ["genrator.*"]),
-            r"optimizers.generator.parameters names 'genrator.\*', which matches no parameter",
-        ),
+        ((["critic.*"], ["generator.0.*"]), "No optimizer has the parameters generator.2.weight, generator.2.bias"),
+        ((["*"], ["generator.*"]), "optimizers.generator.parameters names generator.0.weight.*, which"),
+        ((["critic.*"], ["genrator.*"]), "optimizers.generator.parameters names 'genrator.\\*', which matches no"),
     ],
 )
 def test_a_parameter_belongs_to_one_optimizer(
@@ -228,12 +219,9 @@ def test_a_parameter_belongs_to_one_optimizer(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"train__strategy": "fsdp"}, "optimizers are given with train.strategy fsdp.*Use ddp or single"),
-        (
-            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}},
-            "optimizer and optimizers are both given",
-        ),
-        ({"schedule": STEP}, "of which each has its own: optimizers.NAME.schedule"),
+        ({"train__strategy": "fsdp"}, "optimizers is set, but train.strategy fsdp.*Use ddp or single"),
+        ({"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}}, "optimizer and optimizers are"),
+        ({"schedule": STEP}, "set optimizers.NAME.schedule instead"),
         ({"optimizers": {"a": {**OPTIMIZERS["critic"], "steps": 0}}}, "optimizers.a.steps is 0; it must be at least 1"),
         ({"optimizers": {"a": {"class_path": "torch.optim.Adam"}}}, "optimizers.a.parameters is missing"),
     ],

@@ -318,7 +318,7 @@ def test_starts_whose_workers_fail_three_times_in_a_row_end_the_run(
     harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch, is_charged: bool
 ) -> None:
     """Ray Train retries a start without limit unless the controller raises another error."""
-    reasons = ["the node kills it", "there is no capacity"]
+    reasons = ["the node kills it", "the cluster has no capacity"]
 
     def start(controller: Any, **_: Any) -> None:
         raise WorkersFailedToStartError("1 of 2 workers are ready", reasons, is_charged)
@@ -332,7 +332,7 @@ def test_starts_whose_workers_fail_three_times_in_a_row_end_the_run(
     assert [details["reason"] for _, details in harness.events("start_failed")] == ["the node kills it"] * 3
     charged = [details["errors"] for _, details in harness.events("failed")]
     assert charged == [{"start": "RuntimeError: the node kills it"}] * (3 if is_charged else 0)
-    reasons[:] = ["there is no capacity"]
+    reasons[:] = ["the cluster has no capacity"]
     with pytest.raises(WorkersFailedToStartError):
         harness.controller._start_worker_group(num_workers=2)
     assert len(harness.events("start_failed")) == 3

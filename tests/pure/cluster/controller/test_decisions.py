@@ -63,23 +63,23 @@ STATES: list[tuple[str, ControllerState, Decision]] = [
     (
         "drop failed",
         state_of({"a": TRAINS, "b": FAILED}),
-        Drop(frozenset("b"), "it failed, or it exited while others failed", {1: ERROR}),
+        Drop(frozenset("b"), "the worker failed, or exited while others failed", {1: ERROR}),
     ),
     (
         "drop drained",
         state_of({"a": EXITED, "b": TRAINS}, draining_nodes=frozenset("a")),
-        Drop(frozenset("a"), "its node goes away", preempted=1),
+        Drop(frozenset("a"), "its node is leaving", preempted=1),
     ),
     (
         "drop evicted",
         state_of({"a": EXITED, "b": TRAINS}, evicted=frozenset("a")),
-        Drop(frozenset("a"), "it was a straggler"),
+        Drop(frozenset("a"), "the worker was a straggler"),
     ),
     ("finish", state_of({"a": EXITED, "b": EXITED}, possible=4, ready=2), Finish()),
     (
         "evict",
         state_of(4, slow=(slow("a", 1.5),)),
-        Evict(slow("a", 1.5), "1.5 times as slow as the others for 61 s; another takes its place"),
+        Evict(slow("a", 1.5), "1.5 times as slow as the others for 61 s; another worker replaces it"),
     ),
     ("resize", state_of(4, possible=4), Resize(4, 0, 0, "as many as configured")),
 ]
@@ -202,7 +202,7 @@ def test_without_a_replacement_a_straggler_is_evicted_if_the_others_are_faster(
     """Without one of four workers, one of the remaining three runs two logical workers: a step takes twice as long."""
     decision = evict_decision(slow("a", slowdown, is_replaceable=False))
     assert (decision is not None) == is_evicted
-    assert decision is None or decision.reason.endswith("without it a step takes 0.87 of the time")
+    assert decision is None or decision.reason.endswith("without this worker, a step takes 0.87 of the time")
 
 
 def test_no_straggler_is_evicted_below_the_minimum_of_workers() -> None:

@@ -132,7 +132,7 @@ def test_the_worker_that_reports_step_records_keeps_the_short_interval() -> None
 def test_a_value_of_another_type_is_no_heartbeat(name: str, text: str) -> None:
     values = json.loads(encode(Heartbeat("w", "n", "10.0.0.1", 1)))
     values[name] = json.loads(text)
-    with pytest.raises(ValueError, match="has another type"):
+    with pytest.raises(ValueError, match="is not of type"):
         decode_heartbeat(json.dumps(values).encode())
 
 

@@ -122,26 +122,26 @@ REFUSED: list[tuple[Arrays, str, str]] = [
     (
         {"x": X[:3], "y": np.array([(1, 2.0)] * 3, [("a", int), ("b", float)])},
         "y",
-        "save each field as an array of its",
+        "save each field as a separate",
     ),
     (
         {"x": X[:3], "y": np.array([(0, [1, 2])] * 3, [("a", int), ("b", int, 2)])},
         "y",
-        "save each field as an array of",
+        "save each field as a separate",
     ),
     ({"x": X[:3], "y": np.array([1j, 2, 3])}, "y", "allowed are bool, integers and floats"),
     ({"x": X[:3], "y": np.zeros(3, np.longdouble)}, "y", "allowed are bool, integers and floats"),
     ({"x": X[:3], "y": np.array([1, None, "x"], object)}, "y", "nothing is unpickled"),
-    ({"x": X[:3], "y": np.zeros((3, 0))}, "y", "rows of shape (0,) hold nothing"),
+    ({"x": X[:3], "y": np.zeros((3, 0))}, "y", "rows of shape (0,) are empty"),
     ({"x": X[:3], "y": np.zeros(())}, "y", "one single value"),
-    ({"x": X[:3], "y": np.zeros(2)}, "y", "arrays of different numbers of rows"),
+    ({"x": X[:3], "y": np.zeros(2)}, "y", "arrays with different numbers of rows"),
     ({"x": X[:4], "y": np.eye(3)[[0, 2, 1, 0]]}, "y", ONE_HOT),
     ({"x": np.zeros((0, 2))}, "", "no rows"),
     ({"label": np.arange(3) / 2}, "", "`label` is of type double"),
-    ({"y": np.arange(3), "label": np.arange(3)}, "", "['label', 'y'] two would become one of ['label']. Rename"),
-    ({"x_train": X, "x_test": X, "y_test": X}, "", "those of 'test' must be those to train on"),
-    ({"x_train": X, "x_val": X, "y_val": X}, "", "those of 'eval' must be those to train on"),
-    ({"x_train": X, "y_train": ROWS[:5], "x_test": X, "y_test": ROWS[:5] / 2}, "", "differ in type or in axes"),
+    ({"y": np.arange(3), "label": np.arange(3)}, "", "two of ['label', 'y'] would become one of the columns ['label']"),
+    ({"x_train": X, "x_test": X, "y_test": X}, "", "the arrays of 'test' need counterparts"),
+    ({"x_train": X, "x_val": X, "y_val": X}, "", "the arrays of 'eval' need counterparts"),
+    ({"x_train": X, "y_train": ROWS[:5], "x_test": X, "y_test": ROWS[:5] / 2}, "", "differ in type or axes"),
     ({}, "", "no array"),
 ]
 
@@ -205,7 +205,7 @@ def npy_header(shape: str) -> bytes:
         (f"({2**60},)", "ends before row"),
         (f"(3, {2**60})", "ends before row 1 of 3"),
         (f"(3, {2**63})", "ends before row 1 of 3"),
-        (f"({2**60}, 0)", "hold nothing"),
+        (f"({2**60}, 0)", "are empty"),
         ("(" + "[" * 50, "cannot be read"),
     ],
 )
@@ -228,7 +228,7 @@ def test_large_and_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest
     file = write(tmp_path, {"x": np.asfortranarray(np.zeros((8, 3)))}, False) / "x.npy"
     whole = file.read_bytes()
     file.write_bytes(whole + b"x")
-    assert "goes on after the last of 8 rows" in ingest_error(tmp_path, "numpy", tmp_path / "in")
+    assert "continues after the last of 8 rows" in ingest_error(tmp_path, "numpy", tmp_path / "in")
     file.write_bytes(whole[:-1])
     assert "ends before row" in ingest_error(tmp_path, "numpy", tmp_path / "in")
     file.write_bytes(whole)
@@ -360,7 +360,7 @@ Change = Callable[[Path, Path], object]
             False,
             {},
             lambda images, labels: images.write_bytes(images.read_bytes() + b"x"),
-            "goes on after the last of 5",
+            "continues after the last of 5",
         ),
         (False, {}, lambda images, labels: images.write_bytes(b"\0"), "expected 00000803"),
         (False, {}, lambda images, labels: [images.unlink(), labels.unlink()], "no IDX files; expected a folder with"),

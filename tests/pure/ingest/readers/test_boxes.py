@@ -124,9 +124,9 @@ def test_a_crowd_may_be_null_a_boolean_or_a_float(tmp_path: Path, value: Any, bo
         (lambda c: c["annotations"][0].update(category_id=7), "category 7, which 'categories' lacks"),
         (lambda c: c["annotations"][0].update(segmentation=[[1e9, 0, 0, 1e9, 5, 5]]), "far outside the image"),
         (lambda c: c["annotations"][1]["segmentation"].update(counts=[5, 5]), "do not add up"),
-        (lambda c: c["annotations"][1]["segmentation"].update(counts="zzzz"), "no text of COCO's form"),
+        (lambda c: c["annotations"][1]["segmentation"].update(counts="zzzz"), "not text in COCO's format"),
         (lambda c: c["annotations"][1]["segmentation"].update(size=[3, 3]), "unlike the image"),
-        (lambda c: c["images"][0].update(width=WIDTH + 1), "its annotations are for one 41 wide"),
+        (lambda c: c["images"][0].update(width=WIDTH + 1), "its annotations are for 41 by"),
         (lambda c: c["images"][0].update(file_name="absent.png"), "no file 'absent.png'"),
         (lambda c: c["images"][0].update(file_name="../images/1.png"), "no file '../images/1.png'"),
     ],
@@ -146,9 +146,9 @@ def test_images_with_objects_that_cannot_be_used_are_bad_rows(tmp_path: Path, ch
         (lambda c: c.pop("categories"), "no 'categories' in it"),
         (lambda c: c["annotations"][0].update(image_id=9), "annotations name the image 9"),
         (lambda c: c["annotations"][0].update(image_id="9"), "'9' as 'image_id'; expected an integer"),
-        (lambda c: c["images"].append(c["images"][0]), "has the id 1 of an earlier one"),
-        (lambda c: c["images"].append(3), "is no object"),
-        (lambda c: [one.update(file_name="/x.png") for one in c["images"]], "the first one is called '/x.png'"),
+        (lambda c: c["images"].append(c["images"][0]), "has the id 1 of an earlier"),
+        (lambda c: c["images"].append(3), "is not an object"),
+        (lambda c: [one.update(file_name="/x.png") for one in c["images"]], "the first image is '/x.png'"),
         (lambda c: c["annotations"][0].update(iscrowd="0"), "has '0' as 'iscrowd'; expected 0 or 1"),
         (lambda c: c["annotations"][0].update(iscrowd=2), "has 2 as 'iscrowd'; expected 0 or 1"),
         (lambda c: c["annotations"][0].update(segmentation=[[1, 2]]), "neither polygons"),
@@ -183,7 +183,7 @@ def test_an_exif_orientation_that_the_annotations_ignore_is_named(tmp_path: Path
     exif = Image.Exif()
     exif[0x0112] = 6
     (tmp_path / "images" / "1.png").write_bytes(encode(Image.fromarray(smooth_pixels(HEIGHT, WIDTH)), "png", exif=exif))
-    assert "its EXIF orientation turns it" in ingest_error(tmp_path, "coco", file)
+    assert "its EXIF orientation rotates the image" in ingest_error(tmp_path, "coco", file)
 
 
 def test_json_files_of_several_data_sets_are_data_sets(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_json_files_of_several_data_sets_are_data_sets(tmp_path: Path) -> None:
     assert {name: part.rows for name, part in parts.items()} == {"train": 3, "eval": 3}
     write_coco(tmp_path / "other").rename(tmp_path / "other" / "a.json")
     (tmp_path / "other" / "b.json").write_text("{}")
-    assert "do not say by their names" in ingest_error(tmp_path / "second", "coco", tmp_path / "other")
+    assert "do not show by names" in ingest_error(tmp_path / "second", "coco", tmp_path / "other")
 
 
 VALUES = [1, -2.5e3, 'a,]}"\\ü', None, [1, [2, {"a": []}]], {"b": {"c": [3]}}, True, 12345678901234567890, []]
@@ -227,11 +227,11 @@ def test_json_is_read_item_by_item_at_any_block_size(
         ("[1,]", "Expecting value"),
         ('{"a": [1], 3: 4}', "no key"),
         ('{"a" [1]}', "no key"),
-        ("[1] 2", "goes on after the end"),
-        ("[NaN]", "NaN is no JSON"),
+        ("[1] 2", "continues after the end"),
+        ("[NaN]", "NaN is not JSON"),
         ('["abc', "Unterminated string"),
         ("[" * 100_000, "too deep"),
-        ('["' + "a" * 3_000_000 + '"]', "more than 1048576 characters"),
+        ('["' + "a" * 3_000_000 + '"]', "more than the allowed 1048576 characters"),
     ],
 )
 def test_other_json_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str) -> None:
@@ -299,7 +299,7 @@ def test_lists_of_voc_are_data_sets(tmp_path: Path) -> None:
     (tmp_path / "out").rename(tmp_path / "before")
     assert "names 'z'" in ingest_error(tmp_path, "voc", root)
     (root / "ImageSets" / "Main" / "val.txt").write_text("c  1\nd -1\n")
-    assert "the line 'c  1' is of a list of one class" in ingest_error(tmp_path, "voc", root)
+    assert "the line 'c  1' marks whether" in ingest_error(tmp_path, "voc", root)
 
 
 def test_bad_boxes_in_all_files_of_voc_are_named(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ LEAK = (
         (voc(("dog", (1, 2, WIDTH + 5, 4))), "lies outside the image"),
         (voc(("cat", (1, 2, 3, 4)), ("dog", (9, 2, 3, 4))), "object 2 of a.xml has the box [8.0, 1.0, 3.0, 4.0]"),
         (voc(("dog", ("nan", 2, 3, 4))), "expected four numbers"),
-        (voc(("dog", (1, 2, 3, 4)), size=(3, 3)), "its annotations are for one 3 wide"),
+        (voc(("dog", (1, 2, 3, 4)), size=(3, 3)), "its annotations are for 3 by"),
     ],
 )
 def test_hostile_and_wrong_xml_is_refused(tmp_path: Path, text: str, expected: str) -> None:
@@ -426,11 +426,11 @@ def test_data_sets_of_yolo_are_data_sets(tmp_path: Path, settings: str, folders:
     [
         ("2 0.5 0.5 0.1 0.1", "1.txt:1: class 2; the classes are 0 to 1"),
         ("0 0.5 0.5 0.1", "3 numbers after the class"),
-        ("0 20 10 5 5", "no fraction of the image"),
-        ("cat 0.5 0.5 0.1 0.1", "something else than numbers"),
+        ("0 20 10 5 5", "not a fraction of the image"),
+        ("cat 0.5 0.5 0.1 0.1", "text that is not a number"),
         ("\n0 0.5 0.5 0.0 0.1", "1.txt:2 has the box [20.0, 13.5, 20.0, 16.5] (left, top, right, bottom), which"),
         ("0 0.9 0.5 0.5 0.1", "lies outside the image"),
-        ("0 nan 0.5 0.5 0.1", "no fraction of the image"),
+        ("0 nan 0.5 0.5 0.1", "not a fraction of the image"),
     ],
 )
 def test_lines_of_yolo_that_cannot_be_used_are_bad_rows(tmp_path: Path, text: str, expected: str) -> None:
@@ -446,7 +446,7 @@ def test_lines_of_yolo_that_cannot_be_used_are_bad_rows(tmp_path: Path, text: st
     [
         ("names: 3\n", "the names of the classes are '3'"),
         ("names: [cat]\ntrain: labels\n", "no image in"),
-        ("names: [cat]\ntrain: ../../../../etc\n", "no folder and no list of images at"),
+        ("names: [cat]\ntrain: ../../../../etc\n", "no folder or list of images at"),
         ("names: [cat]\ntrain: [[a]]\n", "expected a folder of images"),
         ("- a\n", "no settings in it"),
         ("names: [", "Expected the data.yaml"),

@@ -145,7 +145,7 @@ READ: dict[str, tuple[str | bytes, dict[str, Any], dict[str, Any], str | None]] 
     "a quoted semicolon": ('"a;b",c\n1,2\n3,4\n', {}, {"a;b": [1, 3], "c": [2, 4]}, ""),
     "the option delimiter": ("a#b,c\n1#2;0\n", {"delimiter": "#"}, {"a": [1], "b,c": ["2;0"]}, ""),
     "a tab by name": ("a\tb,c\n1\t2;0\n", {"delimiter": "\\t"}, {"a": [1], "b,c": ["2;0"]}, ""),
-    "years as names": ("country,2019,2020,2021\n5,6,7,8\n", {}, {"country": [5], "2020": [7]}, "give --column_names"),
+    "years as names": ("country,2019,2020,2021\n5,6,7,8\n", {}, {"country": [5], "2020": [7]}, "set --column_names"),
     "an index as names": (",1990,2000,2010\n5,6,7,8\n", {}, {"": [5], "2010": [8]}, "the names of columns in"),
     "no header": (
         "0.5,no\n1.5,yes\n",
@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     "too few values": ("a,b\n1,2\n3\n", {}, "f.csv: CSV parse error: Row #3: Expected 2 columns, got 1"),
     "an empty file": ("", {}, "f.csv: Empty CSV file"),
     "repeated names": ("a,a\n1,2\n", {}, "'a' (columns [1, 2])"),
-    "a column row_id": ("row_id\n1\n", {}, "`row_id` is ours"),
+    "a column row_id": ("row_id\n1\n", {}, "`row_id` is reserved"),
     "a label of 65 bits": ("a,k\n1,0\n2,9223372036854775808\n", LABEL, "label 9223372036854775808"),
     "a label of text": ("a,label\n1,u\n", {}, "`label` is of type string"),
     "rename an absent column": ("a,y\n1,2\n", {"rename": {"b": "c"}}, "['b']"),
@@ -206,19 +206,23 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
         "has rows without a value (the first is f.csv:3). Correct these rows",
     ),
     "a missing value as label": ("n,k\n1,?\n2,x\n", {"null": "?", **LABEL}, "rows without a value"),
-    "another encoding": (b"a,b\n1,\x81\n", {"encoding": "cp1252"}, "it is not cp1252: "),
+    "another encoding": (b"a,b\n1,\x81\n", {"encoding": "cp1252"}, "is not cp1252: "),
     "latin-1": ("a,b\n1,ä\n".encode("latin-1"), {}, "name another delimiter or encoding"),
     "utf-16": ("a,b\n1,2\n".encode("utf-16"), {}, "--encoding utf-16"),
     "drop an absent column": ("a,b\n1,2\n", {"drop": ["z"]}, "drop names 'z'; the columns are ['a', 'b']"),
     "drop all": ("a,b\n1,2\n", {"drop": ["a", "b"]}, "drop names all columns"),
-    "another class": ("a,k\n3,huge\n", {**LABEL, "classes": ["small"]}, "has the values ['huge'], which classes lacks"),
+    "another class": (
+        "a,k\n3,huge\n",
+        {**LABEL, "classes": ["small"]},
+        "has the values ['huge'], but classes has only",
+    ),
     "a header of numbers": ("1,2.5\n3,4\n", {}, "--column_names '[column_1, column_2]'"),
     "numbers as names": ("1,2.5\n3,4\n", {}, '--column_names \'["1", "2.5"]\''),
     **{
         f"header {first}": (f"{first}\n{first}\n", {}, "f.csv: the first line holds numbers")
         for first in ("0.5,0.25,no", "39,State,13", "1,2,0", "-1;+2;x", "0,0,0", ".5\tx\ty", "1e3|u|v")
     },
-    "a total": ("name,x,y\na,1,2\nTotal,,7\n", {}, "row 3, the last of its file, seems to be the total"),
+    "a total": ("name,x,y\na,1,2\nTotal,,7\n", {}, "row 3, the last row of the file, seems to be a total"),
     "a header alone": ("a;b\n", {}, "no rows, only a header line with the names ['a', 'b']"),
     "too few names": (
         "1,2\n3,4\n",
@@ -229,14 +233,14 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
         f"an open quote {number} {option}": (
             content,
             {"on_bad_row": option},
-            "in line 2 a quote opens a value and is not",
+            "in line 2, a quote opens a value but is not",
         )
         for number, content in enumerate(OPEN_QUOTES)
         for option in ("fail", "skip")
     },
-    "an open quote first": ('a,b\n0,w\n"1,x\n2,y\n3,z\n', {}, "in line 3 a quote opens a value"),
-    "an open quote behind two lines": ('a,b\n0,"two\nlines"\n1,"x\n2,y\n3,z\n', {}, "in line 4 a quote opens a value"),
-    "zeros that divide rows": ("m,x\n01,1\n02,2\n", {"split_by": "m", "eval_fraction": 0.2}, "with zeros before it, a"),
+    "an open quote first": ('a,b\n0,w\n"1,x\n2,y\n3,z\n', {}, "in line 3, a quote opens a value"),
+    "an open quote behind two lines": ('a,b\n0,"two\nlines"\n1,"x\n2,y\n3,z\n', {}, "in line 4, a quote opens a value"),
+    "zeros that divide rows": ("m,x\n01,1\n02,2\n", {"split_by": "m", "eval_fraction": 0.2}, "a number with leading"),
     "no times": (
         "m,x\nbad,1\n",
         {"split_by": "m", "eval_fraction": 0.2, **SKIP},
@@ -254,16 +258,16 @@ def test_values_that_would_be_lost_are_refused(tmp_path: Path, case: str, monkey
     assert len(error) < 600
 
 
-PLAIN = "Write them with digits and a decimal point alone, as in 1234.5"
+PLAIN = "Write them with digits and a decimal point only, as in 1234.5"
 NOTES: list[tuple[list[str], dict[str, Any], str]] = [
     (["1", "2", "?"], {}, "column 'v' is text: 1 of its 3 values are not numbers, the first is '?' in f.csv:4"),
     (["n.a.", "1.5", "2"], {}, "1 of its 3 values are not numbers, the first is 'n.a.' in f.csv:2"),
     (["1", "12345678901234567891", "0.5"], {}, "all of its 3 values are numbers"),
     (["true", "False", "maybe"], {}, "1 of its 3 values are not true or false, the first is 'maybe' in f.csv:4"),
-    (["1,5", "2,5"], {}, f"'1,5' in f.csv:2. {PLAIN}, or give --decimal , where"),
+    (["1,5", "2,5"], {}, f"'1,5' in f.csv:2. {PLAIN}, or set --decimal , to read"),
     (["1.234,5", "5"], {}, f"'1.234,5' in f.csv:2. {PLAIN}."),
     (["12 %", "5"], {}, f"'12 %' in f.csv:2. {PLAIN}."),
-    (["1,5", "1.234"], {"decimal": ","}, "the first is '1.234' in f.csv:3. Correct them; the options say that numbers"),
+    (["1,5", "1.234"], {"decimal": ","}, "the first is '1.234' in f.csv:3. Correct them; numbers have"),
     (["x", "y", "1"], {}, ""),
     (["2020-01-01", "2020-01-02"], {}, ""),
     (["1", "2", ""], {}, ""),
@@ -326,13 +330,13 @@ def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> N
     names = [f"c{i}" for i in range(300)]
     path = write_file(tmp_path, ",".join([*names[:299], "c7"]) + "\n" + ",".join("1" * 300))
     message = ingest_error(tmp_path, "csv", path)
-    assert "two columns of one name: 'c7' (columns [8, 300])" in message
+    assert "two columns with the same name: 'c7' (columns [8, 300])" in message
     assert len(message) < 400
     (tmp_path / "in").mkdir()
     for i, header in enumerate((names, [*names[:-1], "other"])):
         write_file(tmp_path / "in", ",".join(header) + "\n" + ",".join("1" * 300), f"{i}.csv")
     message = ingest_error(tmp_path, "csv", tmp_path / "in")
-    assert "it lacks ['c299'] and has also ['other']" in message
+    assert "lacks ['c299'] and also has ['other']" in message
     assert len(message) < 700
     assert len(ingest_error(tmp_path, "csv", tmp_path / "in" / "0.csv", label="missing")) < 1000
 
@@ -340,9 +344,9 @@ def test_errors_about_many_columns_name_only_the_wrong_ones(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("a,b\n1,2\n".encode("utf-16-le"), "it is UTF-16, and not UTF-8"),
-        ("a,b\n1,2\n".encode("utf-16-be"), "it is UTF-16, and not UTF-8"),
-        ("a,b\n1,2\n".encode("utf-32"), "it is UTF-32, and not UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16-le"), "is UTF-16 instead of UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16-be"), "is UTF-16 instead of UTF-8"),
+        ("a,b\n1,2\n".encode("utf-32"), "is UTF-32 instead of UTF-8"),
         (b"a,caf\xe9\n1,2\n", "f.csv: 'utf-8' codec can't decode byte 0xe9"),
         (b"a,b\n1,2\n3,caf\xe9\n", "Row #3: CSV conversion error to string: invalid UTF8 data"),
         (b"a,b\n1,2\n3,x\0y\n", "f.csv: row 3 has a zero byte in the column 'b'"),

@@ -114,14 +114,14 @@ def test_columns_of_other_types_are_refused_by_name(tmp_path: Path, kind: str, e
     path = put_table(tmp_path / f"t.{end}", pa.table({"x": [1], "c": column}))
     message = ingest_error(tmp_path, "hf", path)
     assert f"t.{end}: column 'c' {expected}" in message
-    assert "Leave it out by naming the columns to keep" in message
+    assert "Name the columns to keep" in message
     assert ingest_and_read(tmp_path, "hf", path, columns=["x"])["x"] == [1]
 
 
 @pytest.mark.parametrize("end", SUFFIXES)
 def test_two_columns_of_one_name_are_refused(tmp_path: Path, end: str) -> None:
     path = put_table(tmp_path / f"t.{end}", pa.table([pa.array([1])] * 3, names=["a", "b", "a"]))
-    assert f"t.{end}: two columns of one name: ['a']" in ingest_error(tmp_path, "hf", path)
+    assert f"t.{end}: two columns with the same name: ['a']" in ingest_error(tmp_path, "hf", path)
 
 
 LABELS: dict[str, pa.Array] = {
@@ -225,7 +225,7 @@ def test_only_standard_split_names_make_splits(tmp_path: Path, names: list[str],
 
 def test_a_numbered_file_next_to_split_files_is_refused(tmp_path: Path) -> None:
     folder = put_files(tmp_path, {"train": [1], "part-0": [1]})
-    assert "part-0.parquet does not say of which split it is" in ingest_error(tmp_path, "hf", folder)
+    assert "part-0.parquet does not name its split" in ingest_error(tmp_path, "hf", folder)
 
 
 @pytest.mark.parametrize(("end", "mark"), [("arrow", ""), ("parquet", "-0f1e2d")])
@@ -238,7 +238,7 @@ def test_missing_and_duplicate_numbered_files_are_refused(tmp_path: Path, end: s
     assert "the files train-... are numbered more than once" in ingest_error(tmp_path, "hf", folder)
     duplicate.unlink()
     second.unlink()
-    assert "train-00001-of-00003 is missing, 2 of 3 are there" in ingest_error(tmp_path, "hf", folder)
+    assert "train-00001-of-00003 is missing; 2 of 3 files exist" in ingest_error(tmp_path, "hf", folder)
 
 
 def test_the_part_files_of_pyarrow_are_one_data_set(tmp_path: Path) -> None:
@@ -281,12 +281,12 @@ IN_FIRST = "lists of numbers in the first file"
 @pytest.mark.parametrize(
     ("first", "second", "options", "expected"),
     [
-        (pa.array([1], pa.int32()), pa.array([1], pa.int64()), {}, "all files of a data set have the same. Correct"),
+        (pa.array([1], pa.int32()), pa.array([1], pa.int64()), {}, "all files of a data set need the same"),
         (pa.array([[1]], pa.list_(pa.int32())), pa.array([[1]], pa.list_(pa.int64())), {}, "int64"),
-        (pa.array([[1]]), pa.array([1]), {}, f"column 'c' holds int64, and {IN_FIRST}. Save it again"),
-        (pa.array([[1]]), pa.array([1]), {"ragged": ["c"]}, f"column 'c' holds int64, and {IN_FIRST}. Save it again"),
+        (pa.array([[1]]), pa.array([1]), {}, f"column 'c' holds int64, but {IN_FIRST}. Save it again"),
+        (pa.array([[1]]), pa.array([1]), {"ragged": ["c"]}, f"column 'c' holds int64, but {IN_FIRST}. Save it again"),
         (pa.array([[], []], pa.list_(pa.list_(pa.int8()))), pa.array([1]), {}, "column 'c' has no value at all"),
-        (pa.array([[1]]), pa.array([["x"]]), {}, f"column 'c' holds list<element: string>, and {IN_FIRST}"),
+        (pa.array([[1]]), pa.array([["x"]]), {}, f"column 'c' holds list<element: string>, but {IN_FIRST}"),
         (pa.array([["x"]]), pa.array([[1]]), {"label": "c"}, "part-00001.parquet: column 'c' holds list<"),
     ],
 )
@@ -358,7 +358,7 @@ def test_rows_without_one_of_the_classes_can_be_skipped(tmp_path: Path, label: i
 @pytest.mark.parametrize(
     ("columns", "options", "expected"),
     [
-        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label is a ClassLabel, an integer, text, a truth value"),
+        ({"a": [1], "y": [b"u"]}, {"label": "y"}, "a label must be a ClassLabel, an integer, text, a truth value"),
         ({"a": [{"bytes": None, "path": "x.png"}]}, {}, "has no bytes, only a path"),
         ({"a": [{"bytes": b"x", "path": None}]}, {}, "not an image that can be decoded"),
         ({"a": [1]}, {"columns": ["b"]}, "no column 'b'; the columns are ['a']"),
@@ -373,7 +373,7 @@ def test_bad_saved_data_is_refused(
 def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
     folder = save_to_disk(tmp_path / "in", {"a": range(1000)})
     (folder / ARROW_FILE).write_bytes((folder / ARROW_FILE).read_bytes()[:3000])
-    assert "The file is damaged or of another format" in ingest_error(tmp_path, "hf", folder)
+    assert "The file is damaged or has another format" in ingest_error(tmp_path, "hf", folder)
     (folder / ARROW_FILE).unlink()
     assert f"state.json names '{ARROW_FILE}', which is not in" in ingest_error(tmp_path, "hf", folder)
     (folder / "state.json").unlink()
@@ -438,6 +438,6 @@ def test_an_arrow_stream_without_its_end_marker_is_refused(tmp_path: Path, legac
             ends.append(sink.tell())
     path = tmp_path / "data.arrow"
     path.write_bytes(sink.getvalue()[: ends[1]])
-    assert "it was cut off" in ingest_error(tmp_path, "hf", path)
+    assert "the file was cut off" in ingest_error(tmp_path, "hf", path)
     path.write_bytes(sink.getvalue())
     assert ingest_and_read(tmp_path, "hf", path)["a"] == [1, 2**32 - 1] * 3

@@ -99,14 +99,14 @@ def test_rows_and_images_that_do_not_match_are_refused_or_named(tmp_path: Path) 
     ("content", "options", "expected"),
     [
         ("file,kind\nq.png,x\n", {}, "no column names the images"),
-        ("file\n1.png\n", {}, "no column but 'file'"),
+        ("file\n1.png\n", {}, "the only column is 'file'"),
         ("file,kind\n1.png,x\n", {"label": "k"}, "no column 'k'"),
         ("file,kind\n1.png,x\n", {"targets": ["kind"]}, "targets names 'kind', a column of string"),
         ("file,kind\n8.png,x\n1.png,x\n", {}, "row labels.csv:2: '8.png' names no image"),
-        ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names in common"),
+        ("file,image\n1.png,x\n", {"columns": ["image"]}, "have names of image columns"),
         ("file,kind\n1.png,x\n", {"drop": ["none"]}, "drop names 'none'; the columns are ['file', 'kind']"),
         ("", {"labels": "/absent.csv"}, "no such file"),
-        ("", {"labels": None, "masks": "/absent"}, "is no folder"),
+        ("", {"labels": None, "masks": "/absent"}, "is not a folder"),
     ],
 )
 def test_a_file_of_labels_that_does_not_fit_is_refused(
@@ -140,7 +140,7 @@ def test_folders_of_data_sets_above_the_classes_are_data_sets(tmp_path: Path) ->
         "eval": (1, ["cat", "dog", "eel"]),
         "test": (2, ["cat", "dog", "eel"]),
     }
-    assert "no image to train on is of the classes ['eel']" in parts["test"].notes[0]
+    assert "no training image has the classes ['eel']" in parts["test"].notes[0]
     assert sorted(read_columns(tmp_path / "out" / "test")["label"]) == [1, 2]
 
 
@@ -158,7 +158,7 @@ def test_folders_named_as_data_sets_with_images_in_them_are_classes(tmp_path: Pa
 
 def test_two_folders_of_one_data_set_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "in", "train/cat/1.png", "val/cat/2.png", "valid/cat/3.png")
-    assert "are one data set" in ingest_error(tmp_path, "images", tmp_path / "in")
+    assert "mean the same data set" in ingest_error(tmp_path, "images", tmp_path / "in")
 
 
 GRAY16 = (np.arange(120, dtype=np.uint16) * 546).reshape(12, 10)
@@ -282,7 +282,7 @@ def test_masks_may_be_beside_the_images(tmp_path: Path) -> None:
         write_mask(tmp_path / "in" / name, VALUES)
     summary = ingest_images(tmp_path, masks=str(tmp_path / "in"))
     assert sorted(read_columns(tmp_path / "out")["row_id"]) == ["1.jpg", "3_mask.jpg", "a/2.png"]
-    assert "give --mask_values '0=background,255=object'" in summary.parts[""].notes[0]
+    assert "set --mask_values '0=background,255=object'" in summary.parts[""].notes[0]
 
 
 def test_masks_below_the_images_are_no_images(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_masks_below_the_images_are_no_images(tmp_path: Path) -> None:
     write_mask(tmp_path / "in" / "masks" / "9.png", VALUES)
     options: dict[str, Any] = {"masks": str(tmp_path / "in" / "masks"), "mask_values": "0=b,255=o"}
     notes = ingest_images(tmp_path, **options).parts[""].notes
-    assert notes == ["1 masks belong to no row and are left out, such as '9'."]
+    assert notes == ["1 masks without a row are left out, such as '9'."]
     assert read_columns(tmp_path / "out")["row_id"] == ["1.jpg"]
 
 
@@ -319,7 +319,7 @@ def test_masks_without_named_values_stay_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mask", "values", "expected"),
     [
-        (VALUES + 7, "0=a,255=b", "has the values 6, 7, which --mask_values does not name; it names 0, 255"),
+        (VALUES + 7, "0=a,255=b", "has the values 6, 7, but --mask_values names only 0, 255"),
         (VALUES[:-1], "0=a,255=b", "has (11, 10) rows and columns, and the image (12, 10)"),
         (np.zeros((12, 10, 3)), None, "not a mask"),
         (np.zeros((12, 10, 3)), "255/255/255=a", "has the values 0/0/0"),
@@ -347,7 +347,7 @@ def test_wrong_mask_values_are_refused(text: str) -> None:
 def test_a_link_to_a_folder_above_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "in", "1.png")
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
-    with pytest.raises(DataError, match="Is one of them a link"):
+    with pytest.raises(DataError, match="one is probably a link"):
         ingest_images(tmp_path, labels="none")
 
 

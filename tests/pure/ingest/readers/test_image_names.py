@@ -48,8 +48,8 @@ def test_all_rows_tell_the_column_of_names(
     [
         ("left,right,k\n0.png,1.png,x\n2.png,3.png,y\n", "the columns 'left' and 'right' both name images"),
         ("k,id\n3,0\n0,1\n1,2\n2,3\n", "the columns 'k' and 'id' both name images"),
-        ("0.png,x\n1.png,y\n", "its first line names the image '0.png'"),
-        ("bird_0,x\nbird_1,y\n", "its first line names the image 'bird_0'"),
+        ("0.png,x\n1.png,y\n", "the first line names the image '0.png'"),
+        ("bird_0,x\nbird_1,y\n", "the first line names the image 'bird_0'"),
     ],
 )
 def test_a_file_of_labels_that_leaves_the_names_open_is_refused(tmp_path: Path, content: str, expected: str) -> None:
@@ -81,7 +81,7 @@ def test_names_with_other_zeros_before_the_number_name_the_images(tmp_path: Path
 def test_a_file_of_labels_without_a_usable_row_is_refused(tmp_path: Path) -> None:
     labels = write_images(tmp_path, "file,y\n0.png,1,9\n1.png,2,2.5\n")
     message = ingest_error(tmp_path, "images", tmp_path / "in", labels=labels, on_bad_row="skip")
-    assert "it has no row that can be used" in message
+    assert "has no usable row" in message
 
 
 def test_a_dropped_column_may_hold_what_cannot_be_stored(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Content, dict[str, Any], str]] = {
     "no value": (lines_of("a", None), {}, "'a' has no value at all"),
     "no list with values": (lines_of("a", [[], [1]], [[], []]), {}, "'a' has no value at all"),
     "no line": ("", {}, "no rows"),
-    "an empty list first": (files_of("a", [], [1, 2]), {}, "row 0.jsonl:1: 'a' is no list of shape [2"),
+    "an empty list first": (files_of("a", [], [1, 2]), {}, "row 0.jsonl:1: 'a' is not a list of shape [2"),
     "several types": (lines_of("a", 1, "?", 2), SKIP, f"the values of 'a' have several types: {SEVERAL}"),
     "truth values": (lines_of("a", True, 1, False), SKIP, "true or false 2 times, first true in f.jsonl:1; a number 1"),
     "lists and numbers": (lines_of("a", [1], 1, None), SKIP, "lists of a number 1 times, first [1] in f.jsonl:1; a"),
@@ -113,12 +113,12 @@ REFUSED: dict[str, tuple[Content, dict[str, Any], str]] = {
         {},
         'first 1 in a.jsonl:2; text 1 times, first "?" in b.jsonl:2',
     ),
-    "a list": ('[{"a": 1}, {"a": 2}]', SKIP, "it is one list, and not JSON lines: one object a line. Make it with `jq"),
-    "a list of lines": ('[\n  {"a": 1},\n  {"a": 2}\n]', {}, "it is one list over several lines"),
-    "a list of two lines": ('[{"a": 1},\n{"a": 2}]', SKIP, "it is one list over several lines"),
-    "one object": ('\ufeff\n{\n  "a": 1\n}', {}, "it is one object over several lines, and not JSON lines"),
+    "a list": ('[{"a": 1}, {"a": 2}]', SKIP, "one list, but JSON lines have one object per line. Convert it with `jq"),
+    "a list of lines": ('[\n  {"a": 1},\n  {"a": 2}\n]', {}, "is one list over several lines"),
+    "a list of two lines": ('[{"a": 1},\n{"a": 2}]', SKIP, "is one list over several lines"),
+    "one object": ('\ufeff\n{\n  "a": 1\n}', {}, "one object over several lines, but JSON lines"),
     **{
-        encoding: ('{"a": 1}\n'.encode(encoding), SKIP, "and not UTF-8")
+        encoding: ('{"a": 1}\n'.encode(encoding), SKIP, "instead of UTF-8")
         for encoding in ("utf-16", "utf-16-le", "utf-32")
     },
     "rounded": (lines_of("id", 7, 12345678901234567890), SKIP, "row f.jsonl:2: key 'id' holds 12345678901234567890"),
@@ -135,8 +135,8 @@ REFUSED: dict[str, tuple[Content, dict[str, Any], str]] = {
     "enormous": (lines_of("id", 0.5, 10**400 + 1), {}, "key 'id' holds 1" + "0" * 39 + ", which float64 would round"),
     "too deep": (f'{{"a": 1}}\n{nested_line(33)}\n', {}, "row f.jsonl:2: nested more than 32 deep"),
     "objects": ('{"a": {"b": 1}}', {}, "key 'a' holds objects; allowed are numbers, text, truth values"),
-    "a name twice": ('{"a": {"b": 1}, "a.b": 2}', FLAT, "the key 'a.b' is there twice"),
-    "an inner name twice": ('{"a": {"b": 1, "b": 2}}', FLAT, "the key 'b' is there twice"),
+    "a name twice": ('{"a": {"b": 1}, "a.b": 2}', FLAT, "the key 'a.b' occurs twice"),
+    "an inner name twice": ('{"a": {"b": 1, "b": 2}}', FLAT, "the key 'b' occurs twice"),
     "an inner constant": ('{"a": {"b": 1}}\n{"a": {"b": NaN}}', FLAT, "'a.b' holds NaN; write null"),
     "lists of objects": ('{"a": [{"b": 1}]}', FLAT, "key 'a' holds lists that are not of numbers"),
     "an object without an end": ('{"a": {"b": 1}', FLAT, "not JSON"),
@@ -170,19 +170,19 @@ def test_lines_that_are_no_rows_are_refused(tmp_path: Path, case: str, split_byt
         ('{"t": "café"}'.encode("latin-1"), "not UTF-8: byte 11 of the line is 0xe9; save the file as UTF-8"),
         ('{"t": ["café"]}'.encode("latin-1"), "not UTF-8: byte 12"),
         ('{"café": "x"}'.encode("latin-1"), "not UTF-8: byte 6"),
-        (b'{"t": NaN}', "not JSON: 't' holds NaN; write null where a value is missing"),
+        (b'{"t": NaN}', "not JSON: 't' holds NaN; write null for a missing value"),
         (b'{"t": Infinity}', "not JSON: 't' holds Infinity; write null"),
         (b'{"t": -Infinity}', "not JSON: 't' holds -Infinity; write null"),
         (b'{"t": [1, NaN]}', "not JSON: 't' holds NaN; write null"),
         (b'{"t": Inf}', "not JSON: Expecting value"),
         (b'{"t": [1, "x"]}', "'t' holds lists of a number and text; the values of a list need one type"),
-        (b'{"t": 1, "t": 2}', "the key 't' is there twice; write each key once"),
+        (b'{"t": 1, "t": 2}', "the key 't' occurs twice; write each key once"),
         (b"{'t': 1}", "not JSON: Expecting property name enclosed in double quotes"),
-        (b'"text"', "a JSON str where an object is expected"),
-        (b"[1]", "a JSON list where an object is expected"),
-        (b"3", "a JSON int where an object is expected"),
-        (b"null", "a JSON NoneType where an object is expected"),
-        (b"true", "a JSON bool where an object is expected"),
+        (b'"text"', "a JSON str instead of an object"),
+        (b"[1]", "a JSON list instead of an object"),
+        (b"3", "a JSON int instead of an object"),
+        (b"null", "a JSON NoneType instead of an object"),
+        (b"true", "a JSON bool instead of an object"),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"label": "y"}], ids=["", "label"])
@@ -216,7 +216,7 @@ def test_a_long_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1 << 20)
     line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
-    assert "line 1 has more than 1048576 bytes" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
+    assert "line 1 has more than the allowed 1048576 bytes" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
 
 
 def test_damaged_gzip_is_refused(tmp_path: Path) -> None:

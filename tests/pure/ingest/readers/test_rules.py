@@ -66,7 +66,7 @@ def tags(values: list[Any], kept: list[Any], reason: str = "", **options: Any) -
 def lists(values: list[Any], reason: str, sources: tuple[str, ...] = LISTS, ragged: bool = True) -> Rule:
     """Returns a rule of a column of lists of which the second one is refused."""
     options = {"ragged": ["v"]} if ragged else {}
-    return Rule(sources, {"v": values}, options, {"a": [0, 2]}, f"row {{}}: 'v' is no list {reason}", 1)
+    return Rule(sources, {"v": values}, options, {"a": [0, 2]}, f"row {{}}: 'v' is not a list {reason}", 1)
 
 
 BIRDS = {"x": [1.5, 2.5, 3.5], "sings": [1, 0, 1], "flies": [0, 1, 1]}
@@ -107,7 +107,7 @@ REFUSED = {
     "a gap among fractions": label([1.0, None, 0.0], [1, 0], GAPS, "row {}: no label", 1),
     "an empty text among texts": label(["x", "", "x"], [0, 0], TYPED, "rows without a value"),
     "an empty text": label(["x", "", "x"], [0, 0], ("tfrecord",), "row {}: no label", 1),
-    "texts beside classes": label(["a", "c"], [0], ALL, "which classes lacks", classes=["a", "b"]),
+    "texts beside classes": label(["a", "c"], [0], ALL, "but classes has only", classes=["a", "b"]),
     "a number beside classes": label(
         [-1, 7, 1], [1, 0], (*TYPED, "tfrecord"), "none of the classes", classes=["1", "-1"]
     ),
@@ -116,18 +116,18 @@ REFUSED = {
         {**BIRDS, "flies": [0, None, 1]},
         TARGETS,
         {"target": [[0, 1], [1, 1]]},
-        "row {}: no number in flies, which is one of the targets",
+        "row {}: no number in flies, one of the targets",
         1,
     ),
     "a target beyond float32": Rule(
         ("csv", "hf"), {"p": [1e39, 2.0], "q": [1, 1]}, {"targets": ["p", "q"]}, {"target": [[2, 1]]}, "no number in p"
     ),
     "other lists than of classes": tags(
-        [["x"], ["z"], None, ["y", None]], [[0, 1]], "classes lacks", classes=["y", "x"]
+        [["x"], ["z"], None, ["y", None]], [[0, 1]], "but classes has only", classes=["y", "x"]
     ),
     "a list of another length": lists(
         [[1, 2], [3], [4, 5]],
-        "of shape [2], as the first that is not empty; where lists may have any length, name the column in --ragged",
+        "of shape [2], as the first non-empty one; for lists of any length, name the column in --ragged",
         (*LISTS, "tfrecord"),
         ragged=False,
     ),
@@ -135,11 +135,11 @@ REFUSED = {
     "a gap in a list": lists([[1], [1, None], [1]], "of numbers, or lacks one"),
     "an empty inner list": lists([[[1], [2]], [[], [2]], [[1], [2]]], "of lists of shape [1]"),
     "another inner length": lists(
-        [[[1, 2]], [[1, 2], [3]], [[1, 2]]], "of lists of shape [2], as the first that is not empty, or lacks a number"
+        [[[1, 2]], [[1, 2], [3]], [[1, 2]]], "of lists of shape [2], as the first non-empty one, or lacks a number"
     ),
     "a gap among inner lists": lists([[[1, 2]], [[1, 2], None], [[1, 2]]], "of lists of shape [2]"),
     "a gap in an inner list": lists([[[1, 2]], [[1, 2], [3, None]], [[1, 2]]], "of lists of shape [2]"),
-    "no list of lists": lists([[[1, 2]], None, [[1, 2]]], "of lists of shape [2]"),
+    "not a list of lists": lists([[[1, 2]], None, [[1, 2]]], "of lists of shape [2]"),
     "another inner shape": lists([[[[1, 2]]], [[[1, 2], [1, 2]]], [[[1, 2]]]], "of lists of shape [1, 2]"),
 }
 IMPOSSIBLE = {
@@ -155,7 +155,7 @@ IMPOSSIBLE = {
         [[1, 0], [0, 0]], [], (*TYPED, "tfrecord"), "has lists of shape [2]; allowed are"
     ),
     "a label that is not there": Rule(NAMED, {"x": [1]}, {"label": "y"}, reason=" 'y'; the "),
-    "a second label": Rule(NAMED, {"y": [1], "label": [0]}, {"label": "y"}, reason="'y' is to become 'label'"),
+    "a second label": Rule(NAMED, {"y": [1], "label": [0]}, {"label": "y"}, reason="'y' becomes 'label'"),
     "a label that is dropped": label([1, 0], [], NAMED, "drop names 'y'; the", drop=["y"]),
     "a label that is a target": label([1, 0], [], NAMED, "label is y, one of them", targets=["a", "y"]),
     "targets of text": Rule(
@@ -163,25 +163,28 @@ IMPOSSIBLE = {
     ),
     "targets that are not there": Rule(NAMED, {"x": [1]}, {"targets": ["x", "z"]}, reason=" 'z'; the "),
     "a target of a new name": Rule(
-        NAMED, BIRDS, {"targets": ["sings"], "rename": {"flies": "target"}}, reason="two columns of one name"
+        NAMED, BIRDS, {"targets": ["sings"], "rename": {"flies": "target"}}, reason="two columns with the same name"
     ),
     "lists of classes beside a target": Rule(
         LISTS, {"target": [7], "y": [["u"]]}, {"label": "y"}, reason="there is another column 'target'"
     ),
     "lists of text that are no label": Rule(LISTS, {"y": [["u"]]}, {}, reason="lists of text can be the label"),
-    "lists of classes to stratify": tags([["x"], []], [], "one class each", eval_fraction=0.5, stratify=True),
+    "lists of classes to stratify": tags([["x"], []], [], "one class per row", eval_fraction=0.5, stratify=True),
     "empty lists": Rule(
         ("jsonl",), {"v": [[]]}, {"ragged": ["v"]}, reason="holds lists that are not of numbers, or all"
     ),
     "ragged text": Rule(LISTS, {"v": [["u"]]}, {"ragged": ["v"]}, reason="holds lists that are not of numbers"),
     "a ragged column that is not there": Rule(
-        LISTS, {"v": [[1], [2]]}, {"ragged": ["z"]}, reason="that are kept are ['a', 'v']; those of lists are ['v']."
+        LISTS, {"v": [[1], [2]]}, {"ragged": ["z"]}, reason="that are kept are ['a', 'v']; columns of lists are ['v']."
     ),
     "a ragged column that is left out": Rule(
-        (*LISTS, "tfrecord"), {"v": [[1, 2]]}, {"ragged": ["v"], "columns": ["a"]}, reason="are kept are ['a']; none of"
+        (*LISTS, "tfrecord"),
+        {"v": [[1, 2]]},
+        {"ragged": ["v"], "columns": ["a"]},
+        reason="are kept are ['a']; none has",
     ),
     "a ragged number": Rule(
-        LISTS, {"v": [[1, 2]]}, {"ragged": ["v", "a"]}, reason="ragged names 'a', which holds int64; those of lists"
+        LISTS, {"v": [[1, 2]]}, {"ragged": ["v", "a"]}, reason="ragged names 'a', which holds int64; columns of lists"
     ),
     "a ragged label": Rule(NAMED[1:], {"y": [1]}, {"ragged": ["y"], "label": "y"}, reason="ragged names the label 'y'"),
 }

@@ -111,14 +111,14 @@ def test_a_plain_file_that_begins_like_gzip_is_read(tmp_path: Path) -> None:
     ("rows", "options", "expected"),
     [
         ([], {}, "no record in these files"),
-        ([b"\xff\xff"], {}, "no tf.train.Example"),
-        ([b""], {}, "no tf.train.Example with features"),
+        ([b"\xff\xff"], {}, "not a tf.train.Example"),
+        ([b""], {}, "not a tf.train.Example with features"),
         ([b"\x12\x03abc"], {}, "SequenceExample"),
         ([example(a=[])], {}, "'a' has 0 values"),
         ([example(a=[b"x", b"y"])], {}, "feature 'a' holds lists that are not of numbers"),
-        ([example(a=[1, 2]), example(a=[1, 2, 3])], {}, ":1: 'a' is no list of shape [2], as the first that is not"),
+        ([example(a=[1, 2]), example(a=[1, 2, 3])], {}, ":1: 'a' is not a list of shape [2], as the first"),
         ([example(a=[1]), example(b=[1])], {}, "'a' has 0 values (nothing)"),
-        ([example(a=[1]), b"\xff\xff"], {}, ":1: no tf.train.Example"),
+        ([example(a=[1]), b"\xff\xff"], {}, ":1: not a tf.train.Example"),
         ([example(a=[1.5]), example(a=[1])], {}, "feature 'a' is a int64_list; other rows have float_list"),
         ([example(a=[b"\x89PNG\r\n\x1a\n"])], {}, "not an image that can be decoded"),
     ],
@@ -167,7 +167,7 @@ def test_ragged_features_without_one_kind_of_numbers_are_refused(
 def test_files_of_an_unclear_split_are_refused(tmp_path: Path) -> None:
     for name in ("train.tfrecord", "part.tfrecord"):
         write_tfrecord(tmp_path / "in" / name, example(a=[1]))
-    assert "part.tfrecord does not say of which split it is" in refusal(tmp_path, tmp_path / "in")
+    assert "part.tfrecord does not name its split" in refusal(tmp_path, tmp_path / "in")
     (tmp_path / "in" / "part.tfrecord").rename(tmp_path / "in" / "test.tfrecord")
     assert ingest_tfrecord(tmp_path, tmp_path / "in").parts.keys() == {"train", "test"}
 
@@ -198,10 +198,10 @@ def test_a_label_of_text_becomes_classes_over_all_splits(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("rows", "options", "expected"),
     [
-        ([example(x=[1], label=[b"\xff"])], {}, "no UTF-8 text"),
+        ([example(x=[1], label=[b"\xff"])], {}, "not UTF-8 text"),
         ([example(x=[1], label=[b"a"]), example(x=[1], label=[1])], {}, "int64_list"),
         ([example(x=[1], label=[b""])], {"on_bad_row": "skip"}, "no rows"),
-        ([example(x=[1], label=[b"a"])], {"targets": ["x", "label"]}, "it is the label, too"),
+        ([example(x=[1], label=[b"a"])], {"targets": ["x", "label"]}, "also the label"),
     ],
 )
 def test_labels_that_are_no_text_are_refused(

@@ -161,21 +161,21 @@ REFUSED: dict[str, tuple[Members, dict[str, Any], str]] = {
     "an absolute path": ({"/etc/0.png": png(0)}, {}, "the member '/etc/0.png' is refused"),
     "a label of text": ({"0.png": png(0), "0.cls": b"one"}, {}, "row x.tar:0: .cls holds 'one'; expected an integer"),
     "half an image": ({"0.png": png(0)[:-20], "0.cls": b"1"}, {}, "row x.tar:0: not an image that can be decoded"),
-    "no label": ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], of the"),
+    "no label": ({"0.png": png(0), "0.cls": b"1", "1.png": png(1)}, {}, "row x.tar:1: the members are ['png'], but"),
     "another shape": (
         {"0.npy": npy(np.ones(2)), "1.npy": npy(np.ones(3))},
         {},
         "row x.tar:1: .npy is float64 (3,), in",
     ),
-    "no number": ({"0.npy": npy(np.ones((2, 0)))}, {}, ".npy holds no array of numbers"),
+    "no number": ({"0.npy": npy(np.ones((2, 0)))}, {}, ".npy does not hold an array"),
     "objects": ({"0.npy": npy(np.array([{}], object))}, {}, "Object arrays cannot be loaded when allow_pickle=False"),
     "an empty array": ({"0.npy": npy(np.ones(1)), "1.npy": b""}, {}, "row x.tar:1: .npy cannot be read: No data left"),
-    "no column": ({"0.mp4": b"x"}, {}, "the members ['.mp4'], of which no column is made; allowed are"),
-    "one column of two": ({"0.png": png(0), "0.jpg": png(0)}, {}, "two would be the same column"),
+    "no column": ({"0.mp4": b"x"}, {}, "the members ['.mp4'], which cannot become columns; allowed are"),
+    "one column of two": ({"0.png": png(0), "0.jpg": png(0)}, {}, "two of which would become"),
     "no such key": ({"0.png": png(0), "0.json": b"{}"}, {"label": "kind"}, "no key 'kind'"),
     "no json for a label": ({"0.png": png(0), "0.cls": b"1"}, {"label": "kind"}, "--label 'kind' is for rows with a"),
     "no extension": ({"plain": b"x"}, {}, "no member in these tar files"),
-    "members of no use": (with_others(), {}, "members ['.wnid'], of which no column is made; allowed are"),
+    "members of no use": (with_others(), {}, "members ['.wnid'], which cannot become columns; allowed are"),
     "how to leave them out": (with_others(), {}, "--columns '[image, json, label]'"),
     "a column that is not there": (
         with_others(),
@@ -195,11 +195,15 @@ REFUSED: dict[str, tuple[Members, dict[str, Any], str]] = {
     "half a character as label": (texts({"y": "a"}, b'{"y": "\\ud83d"}'), Y, "row x.tar:1: JSON parse error"),
     "a list as label": (texts({"y": "a"}, {"y": ["a"]}), Y, "the values of 'y' have several types"),
     "a number as label": (texts({"y": "a"}, {"y": 1}), Y, "the values of 'y' have several types"),
-    "a list": (texts({"a": 1}, b"[1]"), A, ".json is no object"),
+    "a list": (texts({"a": 1}, b"[1]"), A, ".json is not an object"),
     "half an object": (texts({"a": 1}, b"{"), A, "row x.tar:1"),
-    "a key and a member": (texts({"text": 1}), {"columns": ["text", "json.text"]}, "become one column 'text'"),
-    "a key and the label": (texts({"label": 1, "y": 1}), {"columns": ["json.label"], **Y}, "become one column 'label'"),
-    "a key json": (texts({"json": 1}), {"columns": ["json.json"]}, "become one column 'json'"),
+    "a key and a member": (texts({"text": 1}), {"columns": ["text", "json.text"]}, "become the same column 'text'"),
+    "a key and the label": (
+        texts({"label": 1, "y": 1}),
+        {"columns": ["json.label"], **Y},
+        "become the same column 'label'",
+    ),
+    "a key json": (texts({"json": 1}), {"columns": ["json.json"]}, "become the same column 'json'"),
     "a key without a json": ({"0.txt": b"x"}, {"columns": ["text", "json.a"]}, "no .json"),
 }
 
@@ -218,7 +222,7 @@ MANY = tar_bytes({f"{i}.txt": b"row" for i in range(60)})
 GAP = MANY[:10240] + bytes(512) + MANY[10240:]
 # Level 0 stores the bytes uncompressed, so that a flipped bit damages the content alone.
 STORED = gzip.compress(tar_bytes({"0.txt": b"first", "1.txt": b"second"}), 0).replace(b"second", b"sec0nd")
-DAMAGE, MORE = "The file is damaged or no tar file", "there is more behind the end of the archive"
+DAMAGE, MORE = "The file is damaged or not a tar file", "there is data after the end of the archive"
 LARGE = (1 << 20) + 1
 DAMAGED: list[tuple[str, bytes, str]] = [
     *(("x.tar", TWO[:size], DAMAGE) for size in (512, 2048, 2600, 0)),
@@ -305,7 +309,7 @@ def test_a_tar_may_end_in_any_number_of_zeros(tmp_path: Path, zeros: int) -> Non
 def test_an_enormous_row_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(webdataset, "MAX_ROW_BYTES", 250)
     write_tar(tmp_path / "in" / "x.tar.gz", {f"0.{i}.npy": bytes(size) for i in range(3)}, "w:gz")
-    assert "the row '0' has more than 250 bytes" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
+    assert "the row '0' has more than the allowed 250 bytes" in ingest_error(tmp_path, "webdataset", tmp_path / "in")
 
 
 def test_the_row_size_limit_ignores_members_that_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,4 +325,4 @@ def test_braces_expand_as_the_shell_does() -> None:
 @pytest.mark.parametrize("source", ["webdataset", "tfrecord"])
 def test_a_pattern_of_too_many_names_is_refused(tmp_path: Path, source: str) -> None:
     message = ingest_error(tmp_path, source, tmp_path / "x{0..999999999999}.tar")
-    assert "{0..999999999999} stands for more than 1000000 names" in message
+    assert "{0..999999999999} stands for more than the allowed 1000000 names" in message

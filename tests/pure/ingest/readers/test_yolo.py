@@ -32,9 +32,9 @@ def nested_references(levels: int) -> str:
     ("settings", "expected"),
     [
         # Formatting the names would need the memory and the time of 9 ** 40 words.
-        (nested_references(40), "it has references (*name), which are not allowed"),
+        (nested_references(40), "the file has references (*name), which are not allowed"),
         ("names: [" + ", ".join(["[" * 50 + "]" * 50] * 1000) + "]\n", "expected a list of them"),
-        ("names: [cat, dog]\nnc: 3\n", "nc is '3', and names has 2 classes"),
+        ("names: [cat, dog]\nnc: 3\n", "nc is '3', but names has 2 classes"),
         ("names: {0: cat, 0: dog}\n", "the key '0' occurs twice"),
         ("names: {0: cat, 2: dog}\n", "expected a list of them"),
         ("names: [cat]\npath: [a]\ntrain: images\n", "path is ['a']; expected a folder"),

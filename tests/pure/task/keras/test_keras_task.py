@@ -213,7 +213,7 @@ def prepare_run(data: Path, function: str, callbacks: str | None = None, **field
 @pytest.mark.parametrize(
     ("function", "fields", "words"),
     [
-        ("get_own_loop", {}, "fit of its own"),
+        ("get_own_loop", {}, "overrides fit"),
         ("get_uncompiled", {}, "not compiled"),
         ("get_summed", {"train__strategy": "local_sgd", "train__local_steps": 2}, "reduction='sum'"),
         ("get_clipped", {"train__strategy": "fsdp"}, "global_clipnorm|whole weights"),
@@ -233,7 +233,7 @@ def test_a_metric_that_is_no_sum_needs_merge_state(data: Path) -> None:
 
 def test_random_numbers_in_an_evaluation_are_a_warning(data: Path) -> None:
     warnings = prepare(config_of(data, "get_noisy", data__eval_path=str(data))).warnings
-    expected = "'loss', as the evaluation of KerasTask gives it, is another number each time"
+    expected = "'loss', as the evaluation of KerasTask computes it, changes"
     assert [warning.startswith(expected) for warning in warnings].count(True) == 1, warnings
 
 
@@ -264,7 +264,7 @@ def test_callbacks_that_decide_by_an_evaluation_need_evaluation_data(data: Path)
 def test_a_callback_and_the_configuration_decide_by_one_metric(data: Path) -> None:
     """Otherwise the mode of the one would be that of the other."""
     fields = {"data__eval_path": str(data), "evaluate__metric": "loss"}
-    with pytest.raises(ConfigError, match="'loss', and a callback monitors val_accuracy"):
+    with pytest.raises(ConfigError, match="'loss', but a callback monitors val_accuracy"):
         prepare_run(data, "get_measured", "get_callbacks", **fields)
     assert prepare_run(data, "get_measured", "get_callbacks", **fields | {"evaluate__metric": "accuracy"})
 
@@ -283,7 +283,7 @@ def test_the_callbacks_that_run_are_those_that_do_what_no_run_does(
     caplog.set_level("INFO", "ray_app")
     runner = task_of(data, "get_plain", callbacks=PROGRAMS + "get_callbacks").intervener()
     assert isinstance(runner, CallbackRunner)
-    assert "ProgbarLogger: a run shows its progress" in caplog.text
+    assert "ProgbarLogger: a run always shows its progress" in caplog.text
     assert task_of(data, "get_plain").intervener() is None
     with pytest.raises(ConfigError, match=r"task\.init_args\.callbacks is 'print'"):
         task_of(data, "get_plain", callbacks="print")

@@ -120,5 +120,5 @@ def test_copies_are_pageable_where_the_driver_locks_no_memory(
         value.fill_(1)
     assert value.tolist() == [1.0, 1.0, 1.0]
     assert [record.getMessage() for record in caplog.records] == [
-        "The driver locks no 64 bytes of host memory (CUDA error 2); copies of the state take longer"
+        "The driver cannot lock 64 bytes of host memory (CUDA error 2); copies of the state take longer"
     ]

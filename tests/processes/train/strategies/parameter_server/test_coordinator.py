@@ -483,7 +483,7 @@ def test_a_step_with_missing_gradients_is_refused(data: Path, tmp_path: Path) ->
     world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
     while len(world.servers.servers[0]._sums.get(0, _NO_GRADIENTS).received) < 2:
         world.run(turns=1)
-    with pytest.raises(DataError, match=r"Step 0 is to end with the gradients of \[\(0, 2\)\] only"):
+    with pytest.raises(DataError, match=r"Step 0 would end with the gradients of only \[\(0, 2\)\]"):
         world.servers.servers[0].norms(world.coordinator._served.era, 0, [])
 
 
