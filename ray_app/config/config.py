@@ -228,6 +228,8 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
             "evaluate.min_delta": section.min_delta,
         }
         fields |= {"evaluate.where": section.where, "evaluate.batch_size": section.batch_size}
+        if section.half is not None:
+            fields["evaluate.half"] = section.half
         fields |= {"checkpoint.every_steps": cadence.every_steps, "checkpoint.every_epochs": cadence.every_epochs}
     for owner, prefix in [(config, ""), *((getattr(config, name), f"{name}.") for name in SECTIONS)]:
         for field in dataclasses.fields(owner):

@@ -10,15 +10,14 @@ It has three parts:
   least 0, non-inferiority by that margin if it is below 0.
 - The scoring of packaged models on the same rows, in one Ray task with the evaluator's resources. A model is scored as
   it is served, from the files of its version in the registry; the directory of its run is not needed.
-- The selection of rows by a hash of their file's content and their position in it: the rows of the gate, and those by
-  which the best checkpoint is chosen. The same files give the same rows under any name.
+- The selection of rows: the gate has one half of the evaluation rows, and the best checkpoint is chosen by the other
+  one (`evaluate.half`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import ray
 import safetensors.torch
 import torch
@@ -36,13 +34,12 @@ from torch import nn
 
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.arrays import Columns
-from ray_app.data.dataset import DESCRIPTION, Dataset, open_dataset
+from ray_app.data.dataset import open_dataset
 from ray_app.data.probes import probe
 from ray_app.data.ray_tasks import RetriedTask, fetch_auto
 from ray_app.data.reader import RowSource, plan_reads
 from ray_app.devices import HOST, assigned_device, kind_of
 from ray_app.errors import ConfigError
-from ray_app.ingest.shards import Shards
 from ray_app.models import loader
 from ray_app.models.package import class_path, digest_sources, sources_of
 from ray_app.plan.hashing import hash_array, key
@@ -50,8 +47,6 @@ from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import Segment
 from ray_app.predict.actor import Model, Predict
 from ray_app.retrain.options import RetrainSection
-from ray_app.retrain.profile import iter_row_groups
-from ray_app.storage.files import remove_tree, to_json
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
 from ray_app.task.configured_arguments import load_loss
@@ -232,14 +227,12 @@ class ScoringRequest:
     Args:
         blocks: Minimum number of chunks into which the rows are divided, if there are enough rows; by default the
             fastest number. With `evaluate.fixed_batches` a chunk is a batch.
-        chosen: Mask of the rows that count, shape (rows of the segments,); by default all count.
     """
 
     source: RowSource
     segments: list[Segment]
     models: dict[str, Files]
     blocks: int | None = None
-    chosen: npt.NDArray[np.bool_] | None = None
 
 
 def read_package_files(data: Path) -> Files:
@@ -376,66 +369,10 @@ def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:
     columns = Columns(source.fields, sum(segment.rows for segment in request.segments))
     for table in fetch_auto(source.reader, plan_reads(source.manifest, request.segments, source.task_rows)):
         columns.add(table)
-    arrays = columns.all()
-    return arrays if request.chosen is None else {name: values[request.chosen] for name, values in arrays.items()}
-
-
-_SHARD_ROWS = 1_000_000
-_ROW_GROUP_ROWS = 10_000
-_ROW_GROUP_BYTES = 16_000_000
-_SELECTION_SHARE = 0.5
-"""Share of the evaluation rows by which the best checkpoint is chosen; the gate uses the other rows.
-
-Both parts need many rows: the gate must distinguish a gain from chance.
-"""
+    return columns.all()
 
 
 def find_old_files(delivery: dict[str, str], before: dict[str, str]) -> set[str]:
     """Returns the paths of the files with content that an earlier delivery had, under any name."""
     digests_before = set(before.values())
     return {path for path, digest in delivery.items() if digest in digests_before}
-
-
-def _chooses(content: str, first: int, rows: int) -> npt.NDArray[np.bool_]:
-    """Returns a mask, (rows,), of the rows of a file that choose the best checkpoint, by the SHA-256 of the file."""
-    hashes = hash_array(key(int(content[:16], 16)), np.arange(first, first + rows)).astype(np.float64)
-    mask: npt.NDArray[np.bool_] = hashes / 2**64 < _SELECTION_SHARE
-    return mask
-
-
-def select_gate_rows(manifest: Manifest, delivery: dict[str, str]) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the evaluation rows that the gate uses, shape (rows of the manifest,).
-
-    These are the rows that `write_selection_part` does not write. On the rows by which it was chosen the best
-    checkpoint is the luckiest one: on them two equally good models would differ.
-    """
-    file_rows = np.bincount(manifest.file_of, weights=manifest.rows, minlength=len(manifest.paths)).astype(np.int64)
-    return ~np.concatenate(
-        [_chooses(delivery[path], 0, count) for path, count in zip(manifest.paths, file_rows.tolist(), strict=True)]
-    )
-
-
-def write_selection_part(dataset: Dataset, columns: list[str], delivery: dict[str, str], out: Path) -> None:
-    """Writes the evaluation rows by which the best checkpoint is chosen, unless `out` exists.
-
-    `out` is renamed into its place when it is complete.
-    """
-    if (out / DESCRIPTION).is_file():
-        return
-    partial, scratch = out.with_name(f"{out.name}.partial"), out.with_name(f"{out.name}.scratch")
-    # A start that was stopped in the middle has left these folders. The lease of the round lets only one process write.
-    for leftover in (partial, scratch):
-        remove_tree(leftover)
-    partial.mkdir(parents=True)
-    limits = _SHARD_ROWS, _ROW_GROUP_ROWS, _ROW_GROUP_BYTES
-    shards = Shards(partial, "part-00000", scratch, limits, dataset.facts.classes)
-    first_row = dict[str, int]()
-    for path, first, table in iter_row_groups(dataset, columns):
-        is_written = _chooses(delivery[path], first - first_row.setdefault(path, first), table.num_rows)
-        if is_written.any():
-            shards.write(table.filter(pa.array(is_written)))
-    shards.close()
-    facts = {"rows": shards.rows, "classes": dataset.facts.classes, "made_from": {"files": delivery}}
-    (partial / DESCRIPTION).write_text(to_json(shards.description() | facts, indent=1))
-    remove_tree(scratch)
-    os.rename(partial, out)

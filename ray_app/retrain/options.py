@@ -105,11 +105,4 @@ def _check_requirements(config: Config, section: RetrainSection) -> list[str]:
         problems.append(
             "train.init_from is given and retrain.start is champion: the run can begin with one of them. Leave one out."
         )
-    if section.gate_path is None and "://" in config.run.storage_path:
-        problems.append(
-            "retrain.gate_path is missing: without it the rows of data.eval_path are split, and the part that chooses"
-            f" the checkpoint is written as Parquet below run.storage_path, but that is {config.run.storage_path!r}."
-            " Name a data set for the gate that no checkpoint was chosen by, or store runs in a folder that all nodes"
-            " see."
-        )
     return problems

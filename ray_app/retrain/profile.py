@@ -95,7 +95,7 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
     parts: dict[str, list[npt.NDArray[np.float64]]] = {}
     schema: dict[str, str] = {}
     share = min(1.0, _SAMPLE_ROWS / dataset.manifest.num_rows)
-    for _, first, table in iter_row_groups(dataset, columns):
+    for first, table in iter_row_groups(dataset, columns):
         is_sampled = hash_array(key(1), np.arange(first, first + table.num_rows)) <= np.uint64(share * (2**64 - 2**12))
         for arrow_field, values in zip(table.schema, table.columns, strict=True):
             spec = spec_of_field(arrow_field)
@@ -144,15 +144,15 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
     return math.fsum(abs(now.get(name, 0) / total - before.get(name, 0) / total_before) for name in names) / 2
 
 
-def iter_row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[str, int, pa.Table]]:
-    """Yields each row group with the path of its file and the position of its first row."""
+def iter_row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
+    """Yields each row group with the position of its first row."""
     manifest, root = dataset.manifest, to_location(dataset.root)
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.rules) as file:
                 for group in np.flatnonzero(manifest.file_of == index).tolist():
                     table = file.read_row_group(int(manifest.index_in_file[group]), columns)
-                    yield path, int(manifest.first_row[group]), table
+                    yield int(manifest.first_row[group]), table
         except (pa.ArrowException, OSError) as error:
             raise to_read_error(root / path, error, "It cannot be read; deliver it again.") from error
 

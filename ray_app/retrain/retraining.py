@@ -13,13 +13,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from ray_app.config.config import Config, default_tracking_uri, digest_json
-from ray_app.data.dataset import open_dataset
+from ray_app.config.config import Config, default_tracking_uri
 from ray_app.driver.model_export import register_best, user_name
 from ray_app.driver.run import run_training
 from ray_app.errors import DataError, RegistryError, StorageError
@@ -41,7 +39,6 @@ from ray_app.retrain.gate import (
     compare_models,
     decide_promotion,
     score_packages,
-    write_selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import ReferenceProfiles, find_problems
@@ -140,7 +137,7 @@ class Stages:
         models = {"challenger": fetch_package(situation.uri, challenger)}
         if situation.champion is not None:
             models["champion"] = situation.champion.files
-        request = gate_request(job, situation.config, situation.section, situation.delivery, models, MAX_BLOCKS)
+        request = gate_request(job, situation.config, situation.section, models, MAX_BLOCKS)
         metric, mode = job.best_metric, job.best_mode
         section = situation.section
         [scored] = score_packages(job.task, (metric, GUARD_METRIC), [request], job.config.evaluate)
@@ -210,13 +207,8 @@ class Stages:
             "tracking__registered_model": None,
         }
         if situation.section.gate_path is None:
-            columns = situation.task.prepare(open_dataset(situation.config.data.path).facts).columns()
-            # It is a local folder: `check_section` refuses other storage here.
-            key = digest_json([sorted(situation.delivery.evaluation.items()), columns])
-            out = Path(str(situation.paths.selection(key)))
-            evaluation_dataset = open_dataset(str(situation.config.data.eval_path))
-            write_selection_part(evaluation_dataset, columns, situation.delivery.evaluation, out)
-            fields["data__eval_path"] = str(out)
+            # The gate has the other half.
+            fields["evaluate__half"] = "selection"
         if situation.section.start == "champion" and situation.champion is not None:
             fields["train__init_from"] = str(situation.champion.write_parameters())
         return situation.config.replace(**fields)

@@ -77,10 +77,6 @@ class RetrainPaths:
         """Folder with one file per stage of a round, each written once."""
         return self.rounds / key
 
-    def selection(self, key: str) -> Location:
-        """Folder of the evaluation rows by which the best checkpoint is chosen."""
-        return self.root / "data" / f"selection-{key[:_KEY_CHARS]}"
-
     def parameters(self, digest: str) -> Location:
         """File of the parameters of a champion, the initial parameters of a run."""
         return self.root / "champions" / f"{digest}.safetensors"

@@ -25,7 +25,7 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
-from ray_app.models.inputs import open_rows
+from ray_app.models.inputs import open_evaluation_rows, open_rows
 from ray_app.models.loader import DESCRIPTION
 from ray_app.models.registry import (
     Rollback,
@@ -45,7 +45,6 @@ from ray_app.retrain.gate import (
     read_package_files,
     sample_segments,
     score_packages,
-    select_gate_rows,
 )
 from ray_app.retrain.options import RetrainSection
 from ray_app.retrain.profile import Agreement, GateRows, Profile, ReferenceProfiles, profile_dataset, psi
@@ -194,7 +193,7 @@ class DataInspection:
 
 
 def inspect_data(
-    config: Config, section: RetrainSection, delivery: Delivery, champion: Champion | None, connect: Callable[[], None]
+    config: Config, section: RetrainSection, champion: Champion | None, connect: Callable[[], None]
 ) -> DataInspection:
     """Reads a delivery once, and scores the champion on it; raises DataError if the data cannot be used."""
     job = prepare(config).job
@@ -207,14 +206,13 @@ def inspect_data(
     train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
     classes = job.task.data_schema["classes"]
     evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path), classes), job.task.columns(), label)
-    gate_rows_request = gate_request(job, config, section, delivery, {})
+    gate_rows_request = gate_request(job, config, section, {})
     gate_profile = None
     if section.gate_path is not None:
         gate_profile, _ = profile_dataset(open_dataset(section.gate_path, classes), job.task.columns(), label)
-    gate_mask = gate_rows_request.chosen
-    gate_rows = gate_rows_request.source.manifest.num_rows if gate_mask is None else int(gate_mask.sum())
     evaluate = job.config.evaluate
-    gate = GateRows(gate_rows, gate_profile, evaluate.batch_size if evaluate.fixed_batches else 1)
+    batch_rows = evaluate.batch_size if evaluate.fixed_batches else 1
+    gate = GateRows(gate_rows_request.source.manifest.num_rows, gate_profile, batch_rows)
     reference = champion.profiles.train if champion is not None else None
     columns = reference.columns if reference is not None else {}
     drift = {name: psi(train_sample[name], column) for name, column in columns.items() if name in train_sample}
@@ -235,26 +233,23 @@ def inspect_data(
 
 
 def gate_request(
-    job: Job,
-    config: Config,
-    section: RetrainSection,
-    delivery: Delivery,
-    models: dict[str, Files],
-    blocks: int | None = None,
+    job: Job, config: Config, section: RetrainSection, models: dict[str, Files], blocks: int | None = None
 ) -> ScoringRequest:
     """Returns the request to score models on the rows of the gate, by which no checkpoint is chosen.
 
-    These are `retrain.gate_path`, or a part of the evaluation data. Raises DataError if they have other fields than the
+    These are `retrain.gate_path`, or half of the evaluation data. Raises DataError if they have other fields than the
     training data.
     """
-    source = open_rows(job.task, section.gate_path or str(config.data.eval_path), read_mb=config.data.read_task_mb)
+    if section.gate_path is not None:
+        source = open_rows(job.task, section.gate_path, read_mb=config.data.read_task_mb)
+    else:
+        source = open_evaluation_rows(job.task, config.replace(evaluate__half="report", evaluate__max_rows=None))
     if source.fields != job.fields:
         raise DataError(
             f"A decoded row of retrain.gate_path {section.gate_path} is {source.fields}, of data.path"
             f" {config.data.path} it is {job.fields}; both must be alike. Ingest them the same way."
         )
-    chosen = None if section.gate_path is not None else select_gate_rows(source.manifest, delivery.evaluation)
-    return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks, chosen)
+    return ScoringRequest(source, sample_segments(source.manifest, source.manifest.num_rows), models, blocks)
 
 
 def label_column(task: Task) -> str | None:
@@ -422,7 +417,7 @@ class Situation:
     @cached_property
     def inspection(self) -> DataInspection:
         """The profiles of the delivered data, for which all of it is read; DataError if it cannot be used."""
-        return inspect_data(self.config, self.section, self.delivery, self.champion, self.connect)
+        return inspect_data(self.config, self.section, self.champion, self.connect)
 
     @cached_property
     def connect(self) -> Callable[[], None]:

@@ -16,7 +16,7 @@ CEILINGS = {
     "ray_app/checkpoint": 1_037,
     "ray_app/cli": 2_565,
     "ray_app/cluster": 4_963,
-    "ray_app/config": 1_769,
+    "ray_app/config": 1_771,
     "ray_app/data": 4_508,
     "ray_app/drill": 2_972,
     "ray_app/driver": 3_160,
@@ -29,7 +29,7 @@ CEILINGS = {
     "ray_app/preflight": 4_734,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_715,
-    "ray_app/retrain": 2_139,
+    "ray_app/retrain": 2_052,
     "ray_app/runlog": 2_278,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_930,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_457,
-    "tests": 78_048,
+    "tests": 78_011,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -26,9 +26,9 @@ from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.sections import CheckpointSection
 from ray_app.data import dataset as dataset_module
 from ray_app.data.dataset import open_dataset
+from ray_app.data.folds import open_evaluation_data
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import CheckpointError, ConfigError, RunHeldError
-from ray_app.retrain.gate import write_selection_part
 from ray_app.retrain.profile import profile_dataset
 from ray_app.retrain.rounds import read_delivery
 from ray_app.retry import Retry
@@ -465,7 +465,7 @@ def test_an_outage_fails_one_checkpoint_and_not_the_next(
 def test_retraining_reads_data_on_s3_like_data_on_a_disk(
     s3_folder: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests, the profile, and the mixture of new and old rows equal those of the same files on a disk."""
+    """Digests, the profile, and the rows that choose the checkpoint equal those of the same files on a disk."""
     for kind in ("train", "eval"):
         (tmp_path / kind).mkdir()
         for name in ("a", "b"):
@@ -477,11 +477,8 @@ def test_retraining_reads_data_on_s3_like_data_on_a_disk(
         config = Config().replace(data__path=str(root / "train"), data__eval_path=str(root / "eval"))
         files = read_delivery(config, tmp_path / "memory" / str(len(results)))
         dataset = open_dataset(config.data.path)
-        out = tmp_path / f"out-{len(results)}"
-        write_selection_part(dataset, ["x", "label"], files.train, out)
-        results.append(
-            (files, profile_dataset(dataset, ["x", "label"], "label")[0], open_dataset(str(out)).manifest.digest)
-        )
+        half = open_evaluation_data(config.replace(evaluate__half="selection")).manifest
+        results.append((files, profile_dataset(dataset, ["x", "label"], "label")[0], half.digest))
     assert results[0] == results[1]
     read: list[str] = []
     monkeypatch.setattr(dataset_module, "sha256", lambda file: read.append(str(file)))

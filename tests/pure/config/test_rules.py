@@ -93,6 +93,10 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tracking.registered_model", {"tracking__registered_model": "m"}, {"tracking__registered_model": "a/b"}),
     ("data.balance_by", {"data__balance_by": "label"}, {"data__shard": "file"}),
     ("data.shuffle", {"data__shuffle": False}, {"data__by_length": "tokens"}),
+    ("data.fold", {"data__fold": 1, "data__folds": 2}, {"data__fold": 2}),
+    ("data.eval_path", {"data__eval_path": "d"}, {"data__fold": 0}),
+    ("data.fold_by", {"data__fold_by": "patient"}, {"data__fold_by_class": "label"}),
+    ("data.fold_by_class", {"data__fold_by_class": "label"}, {"data__fold_by_time": "date"}),
     ("data.cache_dir", {"data__cache": "disk", "data__cache_dir": "/scratch"}, {"data__cache": "none"}),
     ("data.reader_threads", {"data__reader_threads": 2}, {"data__cache": "memory"}),
 ]

@@ -32,15 +32,14 @@ from ray_app import load_config
 from ray_app.checkpoint.format import params_digest
 from ray_app.config.config import Config
 from ray_app.data import dataset as contents_module
-from ray_app.data.arrays import ArraySpec, to_column
+from ray_app.data.arrays import to_column
 from ray_app.data.dataset import open_dataset
-from ray_app.data.reader import Reader, RowSource, fetch_in_process
+from ray_app.data.folds import choose_selection_rows
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.package import make_package
 from ray_app.models.registry import Version, load_parameters
 from ray_app.plan.manifest import Manifest
 from ray_app.retrain import gate
-from ray_app.retrain import gate as comparison
 from ray_app.retrain.gate import (
     ClassRecall,
     GateFigures,
@@ -53,8 +52,6 @@ from ray_app.retrain.gate import (
     find_old_files,
     read_package_files,
     sample_segments,
-    select_gate_rows,
-    write_selection_part,
 )
 from ray_app.retrain.options import RetrainSection, check_section
 from ray_app.retrain.profile import (
@@ -501,7 +498,7 @@ def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(
         return [Chunk(i, 1, float(one), 1.0, {}, []) for i, one in enumerate(wrong)]
 
     for i in range(times):
-        gate_rows = select_gate_rows(
+        gate_rows = ~choose_selection_rows(
             Manifest.from_files([("a", [rows])]), {"a": hashlib.sha256(bytes([i % 16])).hexdigest()}
         )
         probability = rng.random(rows) * 0.3
@@ -517,42 +514,6 @@ def test_the_best_of_several_checkpoints_is_promoted_by_chance_as_rarely_as_one(
             promoted[selection] += decide_promotion(figures, SECTION).promote
     assert binomtest(promoted["apart"], times, 0.03, "greater").pvalue > 0.01, promoted
     assert binomtest(promoted["the same rows"], times, 0.03, "greater").pvalue < 1e-3, promoted
-
-
-def test_no_row_both_selects_a_checkpoint_and_judges_it_in_the_gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, rows in (("a", 300), ("b/c", 200)):
-        write(tmp_path / "eval" / f"{name}.parquet", rows, seed=rows)
-    (tmp_path / "eval" / "_dataset.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
-    config = CONFIG.replace(data__path=str(tmp_path / "eval"), data__eval_path=str(tmp_path / "eval"))
-    dataset, files = open_dataset(str(tmp_path / "eval")), read_delivery(config).evaluation
-    write_selection_part(dataset, ["x", "label"], files, tmp_path / "out")
-    out = open_dataset(str(tmp_path / "out"))
-    gate_rows = select_gate_rows(dataset.manifest, files)
-
-    def x(folder: Path) -> np.ndarray:
-        return np.concatenate([pq.read_table(file)["x"].to_numpy() for file in sorted(folder.rglob("*.parquet"))])
-
-    assert np.array_equal(x(tmp_path / "out"), x(tmp_path / "eval")[~gate_rows])
-    assert (200 < gate_rows.sum() < 300, out.manifest.num_rows, out.facts.classes) == (
-        True,
-        500 - gate_rows.sum(),
-        ("a", "b", "c"),
-    )
-    source = RowSource(
-        Reader(dataset.root, ["x"], lambda rows: {"x": rows["x"]}, {"x": ArraySpec("<f8", ())}), dataset.manifest, 64
-    )
-    monkeypatch.setattr(comparison, "fetch_auto", fetch_in_process)
-    scored = comparison._read_arrays(
-        source, comparison.ScoringRequest(source, sample_segments(dataset.manifest, 500), {}, chosen=gate_rows)
-    )
-    assert np.array_equal(scored["x"], x(tmp_path / "eval")[gate_rows])
-    (tmp_path / "eval" / "b" / "c.parquet").rename(tmp_path / "eval" / "c.parquet")
-    moved = open_dataset(str(tmp_path / "eval"))
-    assert np.array_equal(select_gate_rows(moved.manifest, read_delivery(config).evaluation), gate_rows), (
-        "the gate rows depend on a file's name"
-    )
 
 
 def test_a_sample_of_row_groups_has_about_as_many_rows_as_are_wanted() -> None:
@@ -841,7 +802,6 @@ def test_all_mistakes_of_a_retraining_configuration_are_refused_together() -> No
         data__eval_path=None,
         run__name="x",
         train__init_from="f",
-        run__storage_path="s3://b",
     )
     bad_section = RetrainSection(force=" ", start="champion", min_rows_ratio=2, confidence=1.0, max_psi=-1)
     with pytest.raises(ConfigError) as caught:
@@ -857,11 +817,10 @@ def test_all_mistakes_of_a_retraining_configuration_are_refused_together() -> No
         "eval_path is missing",
         "run.name is 'x'",
         "init_from is given and retrain.start",
-        "gate_path is missing",
     ]
     for text in messages:
         assert text in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 10
+    assert len(str(caught.value).splitlines()) == 9
 
 
 def test_the_digest_of_a_delivery_depends_only_on_its_content() -> None:

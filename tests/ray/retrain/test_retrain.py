@@ -19,10 +19,10 @@ import pytest
 import ray
 
 from ray_app.cli.retrain import main
-from ray_app.config.config import digest_json, from_yaml
-from ray_app.data.dataset import open_dataset, sha256
+from ray_app.config.config import Config, digest_json, from_yaml
+from ray_app.data.dataset import open_dataset
+from ray_app.data.folds import open_evaluation_data
 from ray_app.models.registry import champion_of
-from ray_app.retrain.gate import select_gate_rows
 from ray_app.retrain.rounds import STAGES, RetrainPaths, open_rounds, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.track.mlflow_client import connect
@@ -94,13 +94,10 @@ class Days:
     @property
     def num_gate_rows(self) -> int:
         """Number of evaluation rows that the gate uses."""
-        manifest = open_dataset(str(self.folder / "data" / "eval")).manifest
-        files = [self.folder / "data" / "eval" / path for path in manifest.paths]
-        judges = select_gate_rows(
-            manifest, {path: sha256(file) for path, file in zip(manifest.paths, files, strict=True)}
-        )
-        assert 140 < judges.sum() < 359 - 140
-        return int(judges.sum())
+        config = Config().replace(data__eval_path=str(self.folder / "data" / "eval"), evaluate__half="report")
+        rows = open_evaluation_data(config).manifest.num_rows
+        assert 140 < rows < 359 - 140
+        return rows
 
     def champion(self) -> str | None:
         return champion_of(connect(self.uri), "digits")
@@ -234,9 +231,11 @@ def assert_day_3(days: Days, facts: dict[str, Any]) -> None:
     config = from_yaml((days.folder / "runs" / second.tags["ray_app.run_name"] / "config.yaml").read_text())
     assert config.train.init_digest == first.tags["ray_app.params_digest"]
     sizes = [
-        open_dataset(str(folder)).manifest.num_rows for folder in (config.data.eval_path, days.folder / "data" / "eval")
+        open_evaluation_data(config.replace(evaluate__half=half)).manifest.num_rows
+        for half in (config.evaluate.half, "report", None)
     ]
-    assert sizes[0] + figures["rows"] == sizes[1]
+    assert sizes == [sizes[2] - figures["rows"], figures["rows"], 359]
+    assert config.evaluate.half == "selection"
     assert open_dataset(config.data.path).manifest.num_rows == 1400
 
 
