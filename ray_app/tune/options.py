@@ -62,6 +62,11 @@ class TuneSection:
             can train at the same time.
         order: `fixed`: every decision depends on the results and numbers of the trials, not on which result comes
             first, so that the winner is the same on any cluster. `arrival`: decisions are made as results come.
+        folds: Trains each trial on each fold of `data.path` in place of `data.eval_path`, and compares trials by the
+            mean: the number of folds, or a mapping with perhaps it (`folds`), and one of the columns `by`, `by_class`
+            and `by_time`.
+        split_evaluation: Whether trials are compared by one half of the evaluation rows, so that the other half gives a
+            score of the winner that nothing was chosen by. With folds no rows are left for that.
         slots: Trials that train at the same time. Default: as many as the cluster has capacity for.
         budget: What the study may use.
         register: Whether the winner becomes a version of `tracking.registered_model`, which does not serve yet.
@@ -76,6 +81,8 @@ class TuneSection:
     sampler: Literal["random", "grid", "tpe", "gp"] = "random"
     ahead: PositiveInt = 4
     order: Literal["fixed", "arrival"] = "fixed"
+    folds: PositiveInt | dict[str, Any] | None = None
+    split_evaluation: bool = True
     slots: PositiveInt | None = None
     budget: StudyBudget = StudyBudget()
     register: bool = False
@@ -105,8 +112,14 @@ def check_section(config: Config, section: TuneSection) -> Config:
         )
     if config.run.name is not None:
         problems.append(f"run.name is {config.run.name!r}; a study names its runs. Leave it out, and set tune.name.")
-    if config.data.eval_path is None:
-        problems.append("data.eval_path is missing: trials are compared by its rows. Name a data set to evaluate on.")
+    if config.data.eval_path is None and section.folds is None:
+        problems.append(
+            "data.eval_path is missing: trials are compared by its rows. Name a data set, or set tune.folds."
+        )
+    if config.data.eval_path is not None and section.folds is not None:
+        problems.append(
+            "tune.folds is set, and so is data.eval_path; trials are compared by one of them. Leave one out."
+        )
     if config.scaling.max_workers == "all" and config.scaling.logical_workers is None:
         problems.append("scaling.max_workers is all, and scaling.logical_workers is not set; a study needs a number.")
     if section.register and config.tracking.registered_model is None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
-from ray_app.config.config import Config, flatten, result_fields
+from ray_app.config.config import Config, digest_json, flatten, result_fields
 from ray_app.errors import RunExistsError
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
 from ray_app.storage.files import Location, put_atomic, read_json, to_json, to_location
@@ -47,9 +49,11 @@ class StudyPaths:
         """Page about the study."""
         return self.root / "report.html"
 
-    def trial(self, number: int) -> RunPaths:
-        """Returns the run directory of a trial."""
-        return RunPaths(self.trials / trial_name(number))
+    def runs(self, trial: int, folds: int | None) -> list[RunPaths]:
+        """Returns the run directory of a trial, or those of its folds."""
+        name = trial_name(trial)
+        names = [name] if folds is None else [f"{name}-fold-{fold}" for fold in range(folds)]
+        return [RunPaths(self.trials / name) for name in names]
 
 
 def trial_name(number: int) -> str:
@@ -70,6 +74,8 @@ class TrialResult:
         seconds: Seconds from its start in a slot until its end.
         workers: Number of workers.
         ended_s: When it ended, in seconds since 1970 (UTC).
+        fold: The fold of which this is the result; None for that of all folds.
+        scores: The values of the folds, of which `value` is the mean.
     """
 
     trial: int
@@ -82,11 +88,31 @@ class TrialResult:
     seconds: float = 0.0
     workers: int = 1
     ended_s: float = 0.0
+    fold: int | None = None
+    scores: list[float] = field(default_factory=list)
 
     @property
     def has_failed(self) -> bool:
         """Whether the trial failed."""
         return self.reason is not None
+
+
+def combine_folds(parts: Sequence[TrialResult]) -> TrialResult:
+    """Returns the result of a trial in a rung from those of its folds, in their order."""
+    first = parts[0]
+    failed = next((part for part in parts if part.has_failed), None)
+    scores = [float("nan") if part.value is None else part.value for part in parts]
+    return TrialResult(
+        first.trial,
+        first.rung,
+        fmean(scores) if failed is None else None,
+        epochs=max(part.epochs for part in parts),
+        params_digest=digest_json([part.params_digest for part in parts]),
+        reason=f"fold {failed.fold}: {failed.reason}" if failed is not None else None,
+        seconds=sum(part.seconds * part.workers for part in parts),
+        ended_s=max(part.ended_s for part in parts),
+        scores=scores if failed is None else [],
+    )
 
 
 @dataclass
@@ -101,6 +127,8 @@ class StudyRecord:
         trials: The settings of each trial that has begun, by its number.
         results: Results in the order in which they were taken.
         promotions: Trials that go on, with the rung, in the order in which that was decided.
+        folds: Number of folds on which each trial trains; None without folds.
+        parts: Results of single folds.
         hours: Hours of all starts until the newest result.
         end: The winner with its value, as `StudyDriver` writes it at the end; None while the study goes on.
         mlflow_run_id: Id of the study's run in MLflow.
@@ -113,6 +141,8 @@ class StudyRecord:
     trials: dict[int, dict[str, Any]] = field(default_factory=dict)
     results: list[TrialResult] = field(default_factory=list)
     promotions: list[Promotion] = field(default_factory=list)
+    folds: int | None = None
+    parts: list[TrialResult] = field(default_factory=list)
     hours: float = 0.0
     end: dict[str, Any] | None = None
     mlflow_run_id: str | None = None
@@ -132,12 +162,15 @@ class StudyRecord:
         return {result.trial: result for result in sorted(self.results, key=lambda r: r.rung)}
 
 
+_RULES = ("space", "metric", "sampler", "ahead", "order", "folds", "split_evaluation")
+
+
 def study_identity(config: Config, section: TuneSection) -> dict[str, Any]:
     """Returns what decides the result of a study: the configuration, the space and the rules of its decisions.
 
     The number of trials may grow, and slots and budget do not change a decision.
     """
-    rules = {name: getattr(section, name) for name in ("space", "metric", "sampler", "ahead", "order")}
+    rules = {name: getattr(section, name) for name in _RULES}
     if section.sampler not in ("tpe", "gp"):
         del rules["ahead"]
     tune = {**rules, "scheduler": asdict(section.scheduler)}
@@ -153,21 +186,21 @@ def read_record(paths: StudyPaths) -> StudyRecord | None:
     with translate_format_errors(paths.record, values):
         record = from_known_fields(StudyRecord, values)
         record.trials = {int(number): settings for number, settings in record.trials.items()}
-        results = [from_known_fields(TrialResult, result) for result in values["results"]]
-        # JSON has no NaN.
-        record.results = [r if r.has_failed or r.value is not None else _with_nan(r) for r in results]
+        record.parts, record.results = map(_parse_results, (values.get("parts", []), values["results"]))
         record.promotions = [Promotion(*promotion) for promotion in record.promotions]
     return record
 
 
-def _with_nan(result: TrialResult) -> TrialResult:
-    return TrialResult(**{**asdict(result), "value": float("nan")})
+def _parse_results(values: list[dict[str, Any]]) -> list[TrialResult]:
+    results = [from_known_fields(TrialResult, result) for result in values]
+    # JSON has no NaN.
+    return [r if r.has_failed or r.value is not None else replace(r, value=math.nan) for r in results]
 
 
 def put_record(paths: StudyPaths, record: StudyRecord) -> None:
     """Writes the record of a study."""
     # It is written for each decision: copies of the results and indentation would take most of the time.
-    values = {**vars(record), "results": list(map(vars, record.results))}
+    values = {**vars(record), **{name: list(map(vars, getattr(record, name))) for name in ("parts", "results")}}
     put_atomic(paths.record, to_json(add_version(values)).encode())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from statistics import fmean, pvariance
+from statistics import fmean, pvariance, stdev
 from typing import Any
 
 from markupsafe import Markup
@@ -129,10 +129,19 @@ def _cards(record: StudyRecord, winner: Promotion | None) -> list[Card]:
         best = record.newest_results()[winner.trial]
         settings = settings_text(record.trials[winner.trial])
         cards.append(Card("winner", trial_name(winner.trial), settings, settings))
-        cards.append(Card(f"best {record.metric}", number(best.value or 0.0), f"at step {best.step:,}"))
+        cards.append(Card(f"best {record.metric}", number(best.value or 0.0), _source(best)))
+        if record.end is not None and record.end.get("report") is not None:
+            cards.append(Card(f"{record.metric} of others", number(record.end["report"]), "rows that chose nothing"))
         cards.append(Card("parameters", (best.params_digest or "-")[:10], "sha256", best.params_digest or ""))
     cards.append(Card("worker time", seconds(record.worker_hours * 3600), "of all trials together"))
     return [*cards, Card("time", seconds(record.hours * 3600), "of all starts")]
+
+
+def _source(best: TrialResult) -> str:
+    """Returns where the value of a trial comes from."""
+    if not best.scores:
+        return f"at step {best.step:,}"
+    return f"mean of {len(best.scores)} folds, deviation {number(stdev(best.scores))}"
 
 
 def _row(record: StudyRecord, result: TrialResult, names: Sequence[str], has_failures: bool) -> list[str]:

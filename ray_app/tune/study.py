@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import stdev
 from typing import Any
 
 import ray
@@ -35,6 +36,7 @@ from ray_app.tune.record import (
     StudyPaths,
     StudyRecord,
     TrialResult,
+    combine_folds,
     put_record,
     read_record,
     refuse_other_study,
@@ -90,8 +92,8 @@ class Study:
 
     @property
     def run(self) -> Location:
-        """The run directory of the winner."""
-        return StudyPaths(self.path).trial(self._winner.trial).root
+        """The run directory of the winner; with folds that of the first one."""
+        return StudyPaths(self.path).runs(self._winner.trial, self.record.folds)[0].root
 
     @property
     def result(self) -> Result:
@@ -101,7 +103,7 @@ class Study:
 
     @property
     def value(self) -> float | None:
-        """The metric of the winner's best checkpoint."""
+        """The metric by which the winner was chosen: that of its best checkpoint, or the mean over the folds."""
         return self.record.newest_results()[self._winner.trial].value
 
     @property
@@ -112,6 +114,7 @@ class Study:
         for number, settings in sorted(self.record.trials.items()):
             result = newest.get(number, TrialResult(number, 0, None))
             values = {"rung": result.rung, "epochs": result.epochs, self.record.metric: result.value}
+            values |= {f"fold {fold}": score for fold, score in enumerate(result.scores)}
             rows.append({"trial": trial_name(number), **settings, **values, "failed": result.reason})
         return rows
 
@@ -170,12 +173,13 @@ class StudyDriver:
         self._section, self._console = section, console
         self._space: tuple[Dimension, ...] = parse_space(section.space, section.sampler == "grid")
         self.paths = StudyPaths.of(config, section)
-        TrialConfigs(config, self.paths).check(self._space)
+        TrialConfigs(config, self.paths, section).check(self._space)
         before = read_record(self.paths)
         if before is not None and config.scaling.logical_workers is None:
             config = config.replace(scaling__logical_workers=before.identity["scaling.logical_workers"])
         self._config, metric, mode = self._resolve(config)
-        self._configs = TrialConfigs(self._config, self.paths)
+        self._configs = TrialConfigs(self._config, self.paths, section)
+        folds = len(self._configs.make(0, {})) if section.folds is not None else None
         self.num_trials = count_trials(self._space, section.sampler, section.trials)
         rules = section.scheduler
         self.rungs = rung_epochs(rules.kind, rules.eta, rules.min_epochs, config.train.epochs)
@@ -187,8 +191,8 @@ class StudyDriver:
                     f"tune.trials is {self.num_trials}, and the study {section.name!r} has begun {len(before.trials)}"
                     " trials already. Give at least as many."
                 )
-        self._load(before or StudyRecord(identity, metric, mode, list(self.rungs)))
-        self._attempts = dict[Promotion, int]()
+        self._load(before or StudyRecord(identity, metric, mode, list(self.rungs), folds=folds))
+        self._attempts = dict[tuple[Promotion, int | None], int]()
         self._tracker: StudyTracker | None = None
 
     def _load(self, record: StudyRecord) -> None:
@@ -202,7 +206,7 @@ class StudyDriver:
 
     def _resolve(self, config: Config) -> tuple[Config, str, str]:
         """Returns the configuration with what a run of it resolves, for all trials; the metric and its mode."""
-        trial = TrialConfigs(config, self.paths).make(0, {}).replace(run__name=None)
+        trial = TrialConfigs(config, self.paths, self._section).make(0, {})[0].replace(run__name=None)
         job = prepare(in_process_config(trial) or trial).job
         resolved = {
             "scaling__logical_workers": trial.scaling.logical_workers or trial.logical_workers,
@@ -278,7 +282,7 @@ class StudyDriver:
 
     def _count_slots(self) -> int:
         """Returns the number of slots; by default that of the cluster as it is now."""
-        return self._section.slots or min(count_slots(self._config), self.num_trials)
+        return self._section.slots or min(count_slots(self._config), self.num_trials * (self.record.folds or 1))
 
     def _is_spent(self) -> bool:
         budget, record = self._section.budget, self.record
@@ -292,28 +296,32 @@ class StudyDriver:
         Returns:
             Whether there is nothing to start before another trial ends.
         """
-        running = {(job.trial, job.rung) for job in pool.jobs}
-        waiting = [job for job in self.scheduler.waiting() if job not in running and self._is_ready(job)]
+        begun = {(job.trial, job.rung, job.fold) for job in pool.jobs}
+        begun |= {(part.trial, part.rung, part.fold) for part in self.record.parts}
+        folds = [None] if self.record.folds is None else range(self.record.folds)
+        waiting = [job for job in self.scheduler.waiting() if self._is_ready(job)]
+        parts = [(job, fold) for job in waiting for fold in folds if (*job, fold) not in begun]
         # Sending a trial and training it would both write to its run.
-        free = [job for job in waiting if self._tracker is None or self._tracker.take_back(job.trial)]
+        free = [part for part in parts if self._tracker is None or self._tracker.take_back(part[0].trial)]
         chosen = free[: pool.free]
-        for trial, _ in chosen:
+        for (trial, _), _ in chosen:
             if trial not in self.record.trials:
                 self.record.trials[trial], self._is_changed = self._choose_settings(trial), True
         if self._is_changed:
             self._put_record()
         # Free slots are for the trials that are left, if there are fewer than slots.
-        share = pool.free // len(chosen) if chosen and len(chosen) == len(waiting) else 1
-        for job in chosen:
+        share = pool.free // len(chosen) if chosen and len(chosen) == len(parts) else 1
+        for job, fold in chosen:
             try:
-                config = self._configs.make(job.trial, self.record.trials[job.trial])
+                config = self._configs.make(job.trial, self.record.trials[job.trial])[fold or 0]
             except ConfigError as error:
-                self._take(TrialResult(*job, None, reason=f"ConfigError: {shorten(' '.join(str(error).split()))}"))
+                reason = f"ConfigError: {shorten(' '.join(str(error).split()))}"
+                self._take(TrialResult(*job, None, reason=reason, fold=fold))
                 continue
             workers = self._count_workers(job, config, share)
-            pool.start(TrialJob(*job, config, self.rungs[job.rung], workers, str(self._stop_file)))
+            pool.start(TrialJob(*job, fold, config, self.rungs[job.rung], workers, str(self._stop_file)))
         # The result of a trial that was refused may let others go on.
-        return len(free) == len(waiting) and not self._is_changed
+        return len(free) == len(parts) and not self._is_changed
 
     def _is_ready(self, job: Promotion) -> bool:
         """Returns whether the results are there by which Optuna proposes the settings of a trial."""
@@ -345,7 +353,7 @@ class StudyDriver:
 
     def _count_attempt(self, job: TrialJob, error: BaseException) -> None:
         """Lets a trial start again after an attempt without a result, unless there were too many."""
-        key = Promotion(job.trial, job.rung)
+        key = Promotion(job.trial, job.rung), job.fold
         reason = (
             "its process ended" if isinstance(error, ray.exceptions.RayActorError) else str(unwrap_app_error(error))
         )
@@ -353,10 +361,18 @@ class StudyDriver:
         self._attempts[key] = self._attempts.get(key, 0) + 1
         self._say(f"trial {trial_name(job.trial)}: {reason}; attempt {self._attempts[key]} of {_MAX_ATTEMPTS}")
         if self._attempts[key] >= _MAX_ATTEMPTS:
-            self._take(TrialResult(*key, None, reason=f"{_MAX_ATTEMPTS} attempts failed, the last one: {reason}"))
+            reason = f"{_MAX_ATTEMPTS} attempts failed, the last one: {reason}"
+            self._take(TrialResult(job.trial, job.rung, None, reason=reason, fold=job.fold))
 
     def _take(self, result: TrialResult) -> None:
-        """Records a result and what it decides."""
+        """Records a result and, when it is that of the last fold of a trial, what it decides."""
+        if result.fold is not None:
+            self.record.parts.append(result)
+            self._is_changed = True
+            parts = [one for one in self.record.parts if (one.trial, one.rung) == (result.trial, result.rung)]
+            if len(parts) != self.record.folds:
+                return
+            result = combine_folds(sorted(parts, key=lambda part: part.fold or 0))
         self.record.results.append(result)
         self._is_changed = True
         promotions = self.scheduler.put(result.trial, result.rung, result.value)
@@ -396,8 +412,11 @@ class StudyDriver:
         if study.winner is None:
             raise StudyFailedError(f"No trial of the study in {self.paths.root} has a result; see its report.")
         best = self.record.newest_results()[study.winner.trial]
+        report = None
+        if self.record.folds is None and self._section.split_evaluation:
+            report = study.result.evaluate(half="report")[self.record.metric]
         self.record.end = {"winner": trial_name(best.trial), "value": best.value, "step": best.step}
-        self.record.end |= {"params_digest": best.params_digest, "settings": study.settings}
+        self.record.end |= {"params_digest": best.params_digest, "settings": study.settings, "report": report}
         return study
 
     def _say(self, text: str) -> None:
@@ -447,9 +466,17 @@ class StudyDriver:
         )
         best = self.record.newest_results()[study._winner.trial]
         self._say(f"winner     trial {trial_name(study._winner.trial)}: {settings_text(study.settings)}")
-        self._say(f"score      {self.record.metric} {study.value:.4f} at step {best.step}")
+        text = f"score      {self.record.metric} {study.value:.4f}"
+        if best.scores:
+            text += f", the mean of {len(best.scores)} folds, with a deviation of {stdev(best.scores):.4f}"
+        else:
+            text += f" at step {best.step}, by which it was chosen"
+        self._say(text)
+        if (report := (self.record.end or {}).get("report")) is not None:
+            self._say(f"           {self.record.metric} {report:.4f} on the other half of the rows")
         self._say(f"parameters {best.params_digest}")
-        self._say(f"export     ray-app export --run {study.run} --out FOLDER")
+        if self.record.folds is None:
+            self._say(f"export     ray-app export --run {study.run} --out FOLDER")
         fields = [f"--{name}={to_text(value)}" for name, value in study.settings.items()]
         self._say(f"train      ray-app train --config FILE {shlex.join(fields)}")
         self._say(f"report     {self.paths.report}")

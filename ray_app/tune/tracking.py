@@ -17,7 +17,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.track.mlflow_client import MlflowRun, OpenRun, Point
 from ray_app.track.tracker import artifact_folder
-from ray_app.tune.record import StudyPaths, StudyRecord, settings_text, trial_name
+from ray_app.tune.record import StudyPaths, StudyRecord, settings_text
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class StudyTracker:
         self._is_closed, self._last_error = False, ""
         # What an earlier start has not sent.
         newest = record.newest_results()
-        self._waiting += [trial for trial in sorted(newest) if not paths.trial(trial).tracking.exists()]
+        self._waiting += [trial for trial in sorted(newest) if not paths.runs(trial, record.folds)[0].tracking.exists()]
         self._thread = threading.Thread(target=self._run, name="study tracker", daemon=True)
         self._thread.start()
 
@@ -105,12 +105,12 @@ class StudyTracker:
         return OpenRun(parent_id=run_id)
 
     def _send(self, trial: int) -> None:
-        parent, paths = self._open(), self._paths.trial(trial)
-        # A trial with refused settings has no run.
-        if paths.config.exists():
-            name = f"{trial_name(trial)} {settings_text(self._record.trials[trial])}"
-            open_run = OpenRun(parent_id=parent.parent_id, name=name[:250])
-            send_to_mlflow(str(paths.root), self._uri, self._parent.experiment, open_run)
+        parent, settings = self._open(), settings_text(self._record.trials[trial])
+        for paths in self._paths.runs(trial, self._record.folds):
+            # A trial with refused settings has no run.
+            if paths.config.exists():
+                open_run = OpenRun(parent_id=parent.parent_id, name=f"{paths.name} {settings}"[:250])
+                send_to_mlflow(str(paths.root), self._uri, self._parent.experiment, open_run)
 
     def _send_end(self) -> None:
         """Sends the result of the study, with its report."""

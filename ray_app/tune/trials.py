@@ -22,12 +22,15 @@ import yaml
 from ray_app.config.checks import RULES, check_config
 from ray_app.config.config import Config, TextDumper, with_absolute_paths
 from ray_app.config.rules import value_of
+from ray_app.config.strategies import STRATEGIES, strategy_with_workers
+from ray_app.data.folds import fold_configs
 from ray_app.driver.parsing import parse
 from ray_app.driver.run import open_run
 from ray_app.errors import ConfigError, RayAppError, RunHeldError, TaskError, unwrap_app_error
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import Location, poll_interval_s, to_location
+from ray_app.tune.options import TuneSection
 from ray_app.tune.record import StudyPaths, TrialResult, trial_name
 from ray_app.tune.space import Dimension
 
@@ -45,6 +48,7 @@ class TrialJob:
 
     Args:
         config: The configuration of its run.
+        fold: The fold that it evaluates on; None without folds.
         epochs: Epochs of the run after which it pauses.
         workers: Number of workers; None if the process of the slot trains.
         stop_file: File that stops it, with a checkpoint, when it exists.
@@ -52,6 +56,7 @@ class TrialJob:
 
     trial: int
     rung: int
+    fold: int | None
     config: Config
     epochs: int
     workers: int | None
@@ -64,10 +69,12 @@ class TrialConfigs:
     Args:
         config: The configuration that the trials have in common.
         paths: The paths of the study.
+        section: The section `tune`.
     """
 
-    def __init__(self, config: Config, paths: StudyPaths) -> None:
-        self._config, self._paths = with_absolute_paths(config), paths
+    def __init__(self, config: Config, paths: StudyPaths, section: TuneSection) -> None:
+        self._paths, self._section = paths, section
+        config = with_absolute_paths(config)
         self._text = config.to_yaml()
 
     def check(self, space: tuple[Dimension, ...]) -> None:
@@ -84,8 +91,8 @@ class TrialConfigs:
         if problems:
             raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
-    def make(self, trial: int, settings: Mapping[str, Any]) -> Config:
-        """Returns the configuration of a trial; raises ConfigError if its settings do not go together."""
+    def make(self, trial: int, settings: Mapping[str, Any]) -> list[Config]:
+        """Returns the configuration of a trial for each fold; raises ConfigError if its settings do not go together."""
         config = self._parse(settings)
         # The driver of the study sends what a trial has recorded, see `StudyTracker`.
         config = config.replace(
@@ -95,7 +102,11 @@ class TrialConfigs:
             tracking__enabled=False,
             tracking__registered_model=None,
         )
-        return config.replace(evaluate__where="workers") if config.train.strategy_traits.can_evaluate else config
+        if config.train.strategy_traits.can_evaluate:
+            config = config.replace(evaluate__where="workers", evaluate__workers=1, evaluate__num_gpus=0)
+        if self._section.folds is not None:
+            return fold_configs(config, self._section.folds)
+        return [config.replace(evaluate__half="selection" if self._section.split_evaluation else None)]
 
     def _parse(self, settings: Mapping[str, Any]) -> Config:
         with tempfile.TemporaryDirectory(prefix="ray_app-tune-") as folder:
@@ -117,9 +128,11 @@ def in_process_config(config: Config) -> Config | None:
 
     What only workers have a use for is set to its default: it does not decide the result.
     """
-    if config.train.strategy_traits.has_workers and config.train.strategy != "ddp":
+    with_workers = strategy_with_workers(config.train.strategy)
+    forms = [name for name, traits in STRATEGIES.items() if traits.in_process_form_of == with_workers]
+    if not forms:
         return None
-    config = config.replace(train__strategy="single", scaling__min_workers=1, scaling__max_workers=1)
+    config = config.replace(train__strategy=forms[0], scaling__min_workers=1, scaling__max_workers=1)
     for rule in RULES:
         section, _, name = rule.field.rpartition(".")
         if rule.is_broken(config) and rule.field.startswith(_COMMON_SECTIONS):
@@ -176,7 +189,7 @@ def run_trial(job: TrialJob) -> TrialResult:
 def _spent(job: TrialJob, started_s: float) -> dict[str, Any]:
     """Returns what a trial has taken, as fields of its result."""
     now_s = time.time()
-    return {"seconds": round(now_s - started_s, 3), "workers": job.workers or 1, "ended_s": now_s}
+    return {"fold": job.fold, "seconds": round(now_s - started_s, 3), "workers": job.workers or 1, "ended_s": now_s}
 
 
 def shorten(text: str) -> str:

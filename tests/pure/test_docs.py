@@ -29,6 +29,7 @@ _EXISTING_FILES = (
     "train.yaml",
     "keras_train.yaml",
     "iris.yaml",
+    "tune.yaml",
     "photos.yaml",
     "detection.yaml",
     "segmentation.yaml",

@@ -36,10 +36,10 @@ CEILINGS = {
     "ray_app/task": 11_286,
     "ray_app/track": 1_007,
     "ray_app/train": 10_375,
-    "ray_app/tune": 1_835,
+    "ray_app/tune": 1_930,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 77_988,
+    "tests": 78_029,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

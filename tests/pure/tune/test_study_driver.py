@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ray_app.config.config import Config
-from ray_app.driver.parsing import load_config
+from ray_app.driver.parsing import load_config, load_section
 from ray_app.errors import StorageError
 from ray_app.runlog.output import TextConsole
 from ray_app.tune import study
+from ray_app.tune.options import TuneSection
 from ray_app.tune.record import StudyRecord, TrialResult
 from ray_app.tune.slots import Outcome
 from ray_app.tune.study import StudyDriver, StudyFailedError
@@ -24,6 +26,8 @@ from tests.support.paths import ROOT
 TUNE = {
     "space": {"schedule.init_args.max_lr": {"log_uniform": [1.0e-4, 1.0e-1]}},
     "trials": 9,
+    # Nothing is trained that could be scored.
+    "split_evaluation": False,
 }
 
 
@@ -68,8 +72,13 @@ class SimulatedSlots:
         if job.trial == 1 and self._lost:
             self._lost -= 1
             return [(job, StorageError("the disk is away"))]
-        quality = random.Random(job.trial).random() + 0.1 * random.Random(f"{job.trial} {job.rung}").random()
-        return [(job, TrialResult(job.trial, job.rung, quality, 1, job.epochs, f"{job.trial} {job.epochs}"))]
+        quality = (
+            random.Random(job.trial + (job.fold or 0)).random()
+            + 0.1 * random.Random(f"{job.trial} {job.rung}").random()
+        )
+        return [
+            (job, TrialResult(job.trial, job.rung, quality, 1, job.epochs, f"{job.trial} {job.epochs}", fold=job.fold))
+        ]
 
 
 @pytest.fixture
@@ -93,7 +102,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def run(config: Config, slots: SimulatedSlots, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> StudyRecord:
     monkeypatch.setattr(study, "Slots", lambda *_: slots)
-    section = study.load_section("tune", study.TuneSection, {**TUNE, "slots": slots.count, **fields})
+    section = load_section("tune", TuneSection, {**TUNE, "slots": slots.count, **fields})
     driver = StudyDriver(config, section, TextConsole(quiet=True))
     with suppress(KeyboardInterrupt):
         driver.run()
@@ -150,3 +159,14 @@ def test_a_report_and_a_record_are_written(config: Config, monkeypatch: pytest.M
     assert record.end is not None
     assert record.end["winner"] in (tmp_path / "written" / "report.html").read_text()
     assert (tmp_path / "written" / "study.json").exists()
+
+
+def test_a_trial_counts_when_all_its_folds_have_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config.replace(data__eval_path=None)
+    expected = decisions(run(config, SimulatedSlots(1), monkeypatch, name="one", folds=3))
+    record = run(config, SimulatedSlots(2, 1, stops_after=5), monkeypatch, name="killed", folds=3)
+    assert (len(record.parts), record.folds) == (5, 3)
+    record = run(config, SimulatedSlots(7, 2), monkeypatch, name="killed", folds=3)
+    assert decisions(record) == expected
+    assert all(result.value == fmean(result.scores) for result in record.results)
+    assert len(record.parts) == 3 * len(record.results)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -86,13 +87,16 @@ def test_the_winner_has_the_parameters_of_a_straight_run(
     assert study.winner.rung == 2
     assert [sum(p[1] == rung for p in expected[1]) for rung in (1, 2)] == [2, 1]
     fields = {name.replace(".", "__"): value for name, value in study.settings.items()}
-    straight = run_training(make_config(run__name="straight", scaling__logical_workers=4).replace(**fields))
+    config = make_config(run__name="straight", scaling__logical_workers=4, evaluate__half="selection")
+    straight = run_training(config.replace(**fields))
     assert straight.summary["world_sizes"] == [[0, 2]]
     result = study.result
     assert result.summary["status"] == "finished"
     assert result.summary["params_digest"] == straight.summary["params_digest"]
     assert result.summary["metrics"] == straight.summary["metrics"]
     assert study.value == result.summary["best"]["value"]
+    assert study.record.end is not None
+    assert study.record.end["report"] == straight.evaluate(half="report")["accuracy"]
     assert [row["trial"] for row in study.trials] == ["0000", "0001", "0002", "0003"]
 
 
@@ -131,7 +135,8 @@ def test_a_killed_driver_and_a_killed_slot_change_nothing(
     def kill_slot() -> None:
         while not killed and not stopped.wait(0.02):
             for number in range(4):
-                for lease in sorted((Path(paths.trial(number).root) / "fences").glob("*.json"))[-1:]:
+                [run] = paths.runs(number, None)
+                for lease in sorted((Path(str(run.root)) / "fences").glob("*.json"))[-1:]:
                     holder = read_json(lease) or {}
                     # The process of a slot is no child of this one.
                     if not holder.get("released", True) and holder["holder"]["pid"] not in (os.getpid(), driver.pid):
@@ -207,7 +212,9 @@ def test_a_study_is_a_run_of_mlflow_with_a_child_for_each_trial(make_config: Mak
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert sorted(runs) == ["0000 grad_clip_norm 1.0", "0001 grad_clip_norm 2.0", "tracked"]
     parent = runs.pop("tracked")
-    assert parent.data.metrics == {"best_accuracy": study.value, "trials": 2.0}
+    assert study.record.end is not None
+    expected = {"best_accuracy": study.value, "report_accuracy": study.record.end["report"], "trials": 2.0}
+    assert parent.data.metrics == expected
     for run in runs.values():
         assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
         assert run.info.status == "FINISHED"
@@ -216,3 +223,16 @@ def test_a_study_is_a_run_of_mlflow_with_a_child_for_each_trial(make_config: Mak
     assert version.tags["ray_app.study_trials"] == "2"
     assert version.tags["ray_app.study"] == str(study.path)
     assert "champion" not in client.get_registered_model("digits").aliases
+
+
+def test_a_trial_is_the_mean_over_folds(make_config: MakeConfig) -> None:
+    config = make_config(data__eval_path=None, train__epochs=1)
+    tune = {"space": {"train.grad_clip_norm": {"choice": [1.0, 2.0]}}, "sampler": "grid", "trials": 2, "slots": 4}
+    study = run_study(config, {**tune, "name": "folds", "folds": 2})
+    for result in study.record.results:
+        runs = [read_json(paths.summary) for paths in StudyPaths(study.path).runs(result.trial, 2)]
+        assert list(result.scores) == [summary["best"]["value"] for summary in runs]
+        assert result.value == fmean(result.scores)
+        assert [summary["rows"] for summary in runs] == [719, 719]
+    assert len(study.record.parts) == 4
+    assert study.trials[0]["fold 1"] == study.record.newest_results()[0].scores[1]
