@@ -10,7 +10,7 @@ from ray_app.tune.options import TuneSection
 from ray_app.tune.study import StudyDriver
 
 _DESCRIPTION = (
-    "Trains a configuration with many settings, of which the best go on; the winner does not depend on the cluster."
+    "Trains a configuration with many settings, of which the best continue; the winner does not depend on the cluster."
 )
 
 

@@ -390,8 +390,7 @@ class Run:
             while thread.is_alive():
                 if (began_s := time.monotonic()) >= next_poll_s:
                     self._is_over()
-                    interval_s = poll_interval_s(job.paths.root)
-                    next_poll_s = began_s + poll_pause_s(interval_s, time.monotonic() - began_s)
+                    next_poll_s = began_s + poll_pause_s(poll_interval_s(job.paths.root), time.monotonic() - began_s)
                 phases = None
                 if self._interrupted.is_set() or self._stops_early:
                     if not is_stop_printed:

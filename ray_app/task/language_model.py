@@ -240,7 +240,7 @@ class CausalLanguageModel(Task):
             input_ids=packed.tokens, attention_mask=packed.mask, position_ids=packed.positions, use_cache=False
         ).logits
         losses = functional.pad(_token_losses(logits, packed.tokens[:, 1:]), (0, 1))
-        return _row_losses(losses.flatten()[packed.places[:, : tokens.shape[1] - 1]], lengths)
+        return _row_losses(losses.flatten()[packed.indices[:, : tokens.shape[1] - 1]], lengths)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
         """Returns the losses of each row's tokens, plus the weighted `aux_loss` of the batch for each of them."""
@@ -296,13 +296,13 @@ class _PackedRows:
         positions: The position of each token in its row, of the same shape.
         mask: What is added to the scores of attention, (sequences, 1, length, length): 0 where a token may see another,
             the least float32 elsewhere.
-        places: The index in the flattened `tokens` of each token of a row, (rows, longest row); of padding, any.
+        indices: The index in the flattened `tokens` of each token of a row, (rows, longest row); of padding, any.
     """
 
     tokens: Tensor
     positions: Tensor
     mask: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 def _pack_rows(tokens: Tensor, lengths: Tensor) -> _PackedRows:
@@ -311,22 +311,22 @@ def _pack_rows(tokens: Tensor, lengths: Tensor) -> _PackedRows:
     free, starts = list[int](), [0] * count
     sizes: list[int] = lengths.tolist()
     for row in sorted(range(count), key=lambda row: -sizes[row]):
-        sequence = next((i for i, room in enumerate(free) if room >= sizes[row]), len(free))
+        sequence = next((i for i, capacity in enumerate(free) if capacity >= sizes[row]), len(free))
         if sequence == len(free):
             free.append(length)
         starts[row] = (sequence + 1) * length - free[sequence]
         free[sequence] -= sizes[row]
     steps = torch.arange(length, device=tokens.device)
-    places, is_token = torch.tensor(starts, device=tokens.device)[:, None] + steps, steps < lengths[:, None]
-    rows = torch.arange(count, device=tokens.device)[:, None].expand_as(places)
+    indices, is_token = torch.tensor(starts, device=tokens.device)[:, None] + steps, steps < lengths[:, None]
+    rows = torch.arange(count, device=tokens.device)[:, None].expand_as(indices)
     # What is left of a sequence is like one more row, since each token has to see one.
     fields = [torch.full((len(free) * length,), fill, device=tokens.device) for fill in (0, 0, -1)]
-    for field, values in zip(fields, (tokens, steps.expand_as(places), rows), strict=True):
-        field[places[is_token]] = values[is_token]
+    for field, values in zip(fields, (tokens, steps.expand_as(indices), rows), strict=True):
+        field[indices[is_token]] = values[is_token]
     packed, positions, row_of = (field.view(len(free), length) for field in fields)
     is_seen = (row_of[:, :, None] == row_of[:, None, :]).tril()
     mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[:, None]
-    return _PackedRows(packed, positions, mask, places.clamp(max=packed.numel() - 1))
+    return _PackedRows(packed, positions, mask, indices.clamp(max=packed.numel() - 1))
 
 
 def _row_losses(losses: Tensor, lengths: Tensor) -> dict[str, Tensor]:

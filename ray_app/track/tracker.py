@@ -66,9 +66,9 @@ _LIBRARIES = ("torch", "ray", "mlflow")
 
 
 class _Sender(ABC):
-    """A thread that sends a run's record to `place` while it grows; `busy_s` is the duration of a look at it."""
+    """A thread that sends a run's record to `receiver` while it grows; `busy_s` is the duration of a look at it."""
 
-    place: str
+    receiver: str
     poll_s, longest_pause_s = 0.5, 10.0
     busy_s = 0.0
 
@@ -122,7 +122,7 @@ class _Sender(ABC):
                     self._is_complete = True
                     break
                 if self._last_error is not None:
-                    logger.warning("%s accepts the record again.", self.place)
+                    logger.warning("%s accepts the record again.", self.receiver)
                 self._last_error = None
                 pause_s = min(poll_pause_s(self.poll_s, self.busy_s), self.longest_pause_s)
             except Exception as error:
@@ -136,7 +136,7 @@ class _Sender(ABC):
         if self._last_error is None:
             logger.warning(
                 "%s does not accept the record now; training continues, and the record is sent later: %s",
-                self.place,
+                self.receiver,
                 _first_line(error),
             )
         self._last_error = _first_line(error)
@@ -182,7 +182,7 @@ class Tracker(_Sender):
         self._datasets = datasets
         self._is_over = is_over
         self.uri, self._on_connect = default_tracking_uri(config), say
-        self.place = f"MLflow at {redact(self.uri)}"
+        self.receiver = f"MLflow at {redact(self.uri)}"
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, artifact_folder(paths, self.uri), open_run)
         self._backlog = Backlog(paths, every_steps)
         self._cursor: TrackingState | None = None
@@ -231,7 +231,7 @@ class Tracker(_Sender):
         run_id = self._mlflow.open(old_run_id, cursor.run_uuid, self._paths.root, self._start_ms)
         if run_id != old_run_id:
             if old_run_id is not None:
-                logger.warning("%s lacks the run %s: the record goes to a new one.", self.place, old_run_id)
+                logger.warning("%s lacks the run %s: the record goes to a new one.", self.receiver, old_run_id)
                 cursor.forget()
                 self._backlog.rewind()
             cursor.run_id = run_id
@@ -259,7 +259,7 @@ class Tracker(_Sender):
         if steps:
             missing.append(f"the evaluations of the steps {', '.join(map(str, steps))}")
         return (
-            f"{self.place} did not accept the whole record within {timeout_s:g} s. Its run"
+            f"{self.receiver} did not accept the whole record within {timeout_s:g} s. Its run"
             f" {cursor.run_id or '(not created)'} may lack {'; '.join(missing)}. The whole record is in"
             f" {self._paths.root}; send it with\n  ray-app track --replay"
             f" {shlex.quote(str(self._paths.root))}\nor start {self._paths.name!r} again. Last error:"
@@ -357,7 +357,7 @@ def _first_line(error: Exception) -> str:
 class EventFileWriter(_Sender):
     """Writes the event files of a run while its record grows."""
 
-    place = "The event file of TensorBoard"
+    receiver = "The event file of TensorBoard"
     longest_pause_s = 60.0
 
     def __init__(self, paths: RunPaths, config: Config) -> None:

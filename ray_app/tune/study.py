@@ -272,7 +272,7 @@ class StudyDriver:
                 pool.count = self._count_slots()
                 is_complete = self._start_jobs(pool)
             elif not pool.jobs:
-                self._say("The budget of the study is spent; no more trial begins or goes on.")
+                self._say("The budget of the study is spent; no more trial begins or continues.")
                 return
             for job, outcome in pool.wait(_POLL_S if is_complete else _SHORT_POLL_S):
                 if isinstance(outcome, TrialResult):
