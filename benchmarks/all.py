@@ -24,6 +24,8 @@ BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "small_step.py": (["--rounds", "5"], ["--rounds", "1"]),
     "keras_fit.py": (["--rounds", "5"], ["--rounds", "2"]),
     "ddp_step.py": (["--rounds", "5"], ["--rounds", "1"]),
+    "ddp_step.py --strategy fsdp": (["--rounds", "5"], ["--rounds", "1"]),
+    "start.py": (["--rounds", "5"], ["--rounds", "1", "--parts", "command"]),
     "images.py": ([], []),
     "input.py": ([], ["--tiny"]),
     "ingest.py": ([], ["--tiny"]),
@@ -33,8 +35,9 @@ BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "resume.py": (["--rounds", "9"], ["--rounds", "2"]),
     "recovery.py": ([], ["--only", "kill", "--rounds", "1"]),
     "strategies.py": ([], ["--tiny"]),
+    "long_run.py": (["--rounds", "3"], ["--steps", "20000", "--rounds", "1"]),
 }
-"""The arguments of a whole measurement, and of a quick one, by benchmark."""
+"""The further arguments of a whole measurement, and of a quick one, by benchmark."""
 
 
 def main() -> None:
@@ -47,15 +50,17 @@ def main() -> None:
     if options.out.exists():
         sys.exit(f"{options.out} exists. Remove it, or name another file.")
     environment = os.environ | {RATIOS_FILE: str(options.out.resolve())}
-    failed = []
+    failed, first_start = [], time.monotonic()
     for name in options.only or BENCHMARKS:
         whole, quick = BENCHMARKS[name]
-        command = [sys.executable, str(ROOT / "benchmarks" / name), *(quick if options.quick else whole)]
+        file, *arguments = name.split()
+        command = [sys.executable, str(ROOT / "benchmarks" / file), *arguments, *(quick if options.quick else whole)]
         start = time.monotonic()
         print(f"== {name}", flush=True)
         if subprocess.run(command, env=environment, check=False).returncode:
             failed.append(name)
-        print(f"== {name}: {time.monotonic() - start:.0f} s", flush=True)
+        now = time.monotonic()
+        print(f"== {name}: {now - start:.0f} s, {now - first_start:.0f} s in all", flush=True)
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}.")
 

@@ -50,7 +50,6 @@ from ray_app.storage.data_files import (
     file_versions,
     files_below,
     find_file,
-    folders_in,
     is_folder,
     open_data_file,
     relative_path,
@@ -230,7 +229,9 @@ def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
     description = _read_finished_description(path, root)
     if not is_file:
         files = leave_out_unfinished(root, files, description)
-    nested = [] if is_file else [folder.name for folder in folders_in(root) if find_file(folder / DESCRIPTION)]
+    paths = [relative_path(file, root) for file in files]
+    folders = dict.fromkeys(path.partition("/")[0] for path in paths if "/" in path)
+    nested = [name for name in folders if find_file(root / name / DESCRIPTION)]
     if nested:
         raise DataError(
             f"data path {path!r} holds several data sets: {', '.join(nested)}. Name one of them, such as"
