@@ -523,7 +523,8 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
             f"the data of {job.paths.name} was changed since its last start: {'; '.join(prepared.changed_data)}. Its"
             " result and its evaluations will be of both; run.changed: refuse does not start such a run."
         )
-    for line in [*(f"Warning: {text}" for text in warnings), *prepared.data]:
+    branch = [redact(f"{prepared.branch}.")] if prepared.branch is not None else []
+    for line in [*branch, *(f"Warning: {text}" for text in warnings), *prepared.data]:
         console.print(line)
     for warning in prepared.warnings:
         console.print(f"Warning: {warning}")

@@ -235,6 +235,7 @@ def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
 _TEXTS = {
     "started": "start {fence} of the driver, up to {max_workers} workers",
     "resumed": "went on{at}, from a {source}",
+    "branched": "continues {source} from step {step} on",
     "formed": "{workers} workers step together from step {step}",
     "params_diverged": "after a failure the states of ranks {ranks} were not those of the others; went on{at}",
     "workers": "{workers} workers start",
