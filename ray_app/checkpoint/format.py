@@ -109,7 +109,7 @@ def file_writers(snapshot: Snapshot) -> dict[str, Content]:
         "more": snapshot.extra_state,
     }
     if snapshot.part is None:
-        return {MODEL: partial(_write_tensors, snapshot.model), TRAINING: partial(_write_rest, rest)}
+        return {MODEL: partial(_write_tensors, snapshot.model), TRAINING: partial(write_rest, rest)}
     index, count = snapshot.part
     training: dict[str, Any] = {}
 
@@ -126,7 +126,7 @@ def file_writers(snapshot: Snapshot) -> dict[str, Content]:
         f"model-{end}": partial(_write_tensors, model),
         f"training-{end}": partial(_write_tensors, training),
     }
-    return files if index else {**files, TRAINING: partial(_write_rest, rest)}
+    return files if index else {**files, TRAINING: partial(write_rest, rest)}
 
 
 def pack(snapshot: Snapshot) -> dict[str, bytes]:
@@ -134,7 +134,7 @@ def pack(snapshot: Snapshot) -> dict[str, bytes]:
     return {name: render_content(content) for name, content in file_writers(snapshot).items()}
 
 
-def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
+def write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
     """Writes everything except the model by `torch.save`, without the CRC-32 of zip files.
 
     It would be computed under the GIL, and `COMMIT.json` has the SHA-256 of the file.
@@ -152,6 +152,15 @@ def _write_rest(rest: dict[str, Any], file: IO[bytes]) -> None:
         raise
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def read_rest(data: bytes) -> dict[str, Any]:
+    """Returns the content of `training.pt`; pickled code in it is refused. Tensors of parts have no memory."""
+    try:
+        rest: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:
+        raise _refusal(TRAINING, error) from error
+    return rest
 
 
 def _write_tensors(values: Mapping[str, Any], file: IO[bytes], metadata: Mapping[str, str] | None = None) -> None:
@@ -226,8 +235,8 @@ def unpack(files: dict[str, bytes]) -> Snapshot:
         CheckpointError: The files contain something else than a snapshot.
         MemoryError: There is not enough memory for their contents.
     """
+    rest = read_rest(files[TRAINING])
     try:
-        rest = torch.load(io.BytesIO(files[TRAINING]), weights_only=True)
         training = _join_parts(files, "training")
         snapshot = _make_snapshot(rest, {}, training)
     except Exception as error:

@@ -132,7 +132,8 @@ class Commit:
         fence: Number of the driver's start that wrote the checkpoint.
         epoch: Epoch of the next step, from 0.
         epoch_step: Number of finished steps in that epoch, which is the index of the next step in it.
-        why: `cadence` for a planned checkpoint, `extra` for one before a stop or a resize.
+        why: `cadence` for a planned checkpoint, `extra` for one before a stop or a resize, `branch` for the copy of
+            another run's from which the run continues.
         logical_workers: L.
         params_digest: Digest of the parameters and persistent buffers.
         environment: What else every bit of the parameters depends on: torch build, instruction set, device.
@@ -145,7 +146,7 @@ class Commit:
     fence: int
     epoch: int
     epoch_step: int
-    why: Literal["cadence", "extra"]
+    why: Literal["cadence", "extra", "branch"]
     config_digest: str
     manifest_digest: str
     logical_workers: int

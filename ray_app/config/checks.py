@@ -283,6 +283,16 @@ _OTHER_RULES = (
         " without train.init_from: name the file with these parameters, or leave both out.",
     ),
     Rule(
+        "run.branch_from",
+        lambda c: c.train.init_from is not None,
+        ", and train.init_from is set: the parameters come from the checkpoint. Set train.init_from to null.",
+    ),
+    Rule(
+        "run.branch_point",
+        lambda c: c.run.branch_from is None or not re.fullmatch(r"[1-9]\d*-[0-9a-f]{64}", c.run.branch_point),
+        "; it is STEP-SHA of the checkpoint that run.branch_from names. Leave it out.",
+    ),
+    Rule(
         "evaluate.patience",
         lambda c: c.data.evaluation_path is None,
         " without data.eval_path: there is nothing to evaluate. Set data.eval_path or leave patience out.",

@@ -85,7 +85,11 @@ def with_absolute_paths(config: Config) -> Config:
         uri = _SQLITE + absolute(uri.removeprefix(_SQLITE))
     return dataclasses.replace(
         config,
-        run=dataclasses.replace(config.run, storage_path=absolute(config.run.storage_path)),
+        run=dataclasses.replace(
+            config.run,
+            storage_path=absolute(config.run.storage_path),
+            branch_from=config.run.branch_from and absolute(config.run.branch_from),
+        ),
         data=dataclasses.replace(data, path=absolute(data.path), eval_path=data.eval_path and absolute(data.eval_path)),
         tracking=dataclasses.replace(config.tracking, uri=uri),
     )

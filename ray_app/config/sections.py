@@ -55,12 +55,25 @@ class RunSection:
             or schedule, or versions of the libraries that they import, differ from those at the last start. Data: files
             differ in size or modification time (in a bucket: in ETag). `warn` names the changes and resumes; `refuse`
             does not start.
+        branch_from: Checkpoint of another run from which this new run continues: the run's directory, also in a bucket,
+            alone for its newest one, or with `@step-1200`, `@epoch-3` or `@best` behind it. Parameters, optimizer state
+            and the position in the data continue; options of the optimizer and the schedule come from this run. The
+            checkpoint is copied at the first start. Default: the run begins at its first step.
+        branch_point: Step and SHA-256 of the parameters of that checkpoint, as `1200-SHA`. It decides the result; the
+            path does not. Default: both of the checkpoint at the first start.
     """
 
     name: str | None = None
     storage_path: str = "runs"
     ray_address: str | None = None
     changed: Literal["warn", "refuse"] = "warn"
+    branch_from: str | None = None
+    branch_point: str | None = result_field(None)
+
+    @property
+    def first_step(self) -> int:
+        """Returns the number of steps that were finished before the run began."""
+        return int(self.branch_point.partition("-")[0]) if self.branch_point is not None else 0
 
 
 @dataclass(frozen=True)

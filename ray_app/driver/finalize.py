@@ -106,6 +106,7 @@ def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
         "timing": _timing(records, events),
         "parameter_servers": newest_events.get("partitioned", {}).get("servers"),
         "model": newest_events.get("registered"),
+        "branch": newest_events.get("branched") if job.config.run.branch_from is not None else None,
     }
     return replace_nan(summary)
 
@@ -274,7 +275,7 @@ def make_late_tracker(job: Job, config: Config, open_run: OpenRun = OpenRun()) -
     if config == job.config and uri and HIDDEN not in uri and uri != redact(default_tracking_uri(config)):
         config = config.replace(tracking__uri=uri)
     data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
-    tags, every_steps = make_run_tags(config, manifest.digest), config.tracking.every_steps
+    tags, every_steps = make_run_tags(job.paths, config, manifest.digest), config.tracking.every_steps
     return Tracker(job.paths, config, tags, every_steps, [data], is_over=True, open_run=open_run)
 
 

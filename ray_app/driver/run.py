@@ -524,10 +524,10 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
             f"the data of {job.paths.name} changed since its last start: {'; '.join(prepared.changed_data)}. Its result"
             " and its evaluations will mix both; run.changed: refuse does not start such a run."
         )
-    for line in [*(f"Warning: {text}" for text in warnings), *prepared.data]:
+    branch = [redact(f"{prepared.branch}.")] if prepared.branch is not None else []
+    before, after = ((f"Warning: {text}" for text in texts) for texts in (warnings, prepared.warnings))
+    for line in [*branch, *before, *prepared.data, *after]:
         console.print(line)
-    for warning in prepared.warnings:
-        console.print(f"Warning: {warning}")
     passes = ""
     if job.steps_per_epoch != job.plan.steps_per_epoch:
         passes = f" (a pass over the data has {job.plan.steps_per_epoch:,})"

@@ -47,7 +47,7 @@ def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker |
     if job.evaluation is not None:
         evaluated = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.evaluation_path), evaluated.digest, evaluated.num_rows))
-    tags, submission = make_run_tags(config, manifest.digest), ray_job()
+    tags, submission = make_run_tags(job.paths, config, manifest.digest), ray_job()
     has_page = submission is not None and submission["page"] is not None
     if submission is not None and has_page:
         tags["ray_app.ray_job"] = submission["page"]

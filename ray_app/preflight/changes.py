@@ -27,6 +27,7 @@ from ray_app.errors import DataError, RegistryError, RunExistsError, join_names
 from ray_app.models.package import follow_imports, sources_of
 from ray_app.plan.order import Plan
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
+from ray_app.runlog.redaction import redact_value
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import file_versions
 from ray_app.storage.files import put_json, read_json, to_location
@@ -131,6 +132,16 @@ def _refuse_changes(config: Config, subject: str, changes: list[str]) -> None:
             f"{subject}, so its result would match neither version:\n- {lines}\nNothing was changed. Restore the"
             " earlier version, choose another run.name for a new run, or set run.changed to warn to continue."
         )
+
+
+def changed_fields(before: Config, now: Config) -> dict[str, list[Any]]:
+    """Returns the values before and now by the dotted names of the fields that differ, without secrets."""
+    old_values, new_values = (flatten(redact_value(config.to_dict())) for config in (before, now))
+    return {
+        name: [old_values.get(name), new_values.get(name)]
+        for name in sorted(old_values.keys() | new_values.keys())
+        if old_values.get(name) != new_values.get(name)
+    }
 
 
 def compare_code(before: CodeVersions, now: CodeVersions) -> list[str]:

@@ -32,6 +32,7 @@ from ray_app.errors import ConfigError, DataError
 from ray_app.models.inputs import open_source
 from ray_app.preflight import (
     batch_checks,
+    branch,
     changes,
     data_summary,
     dry_run,
@@ -405,6 +406,8 @@ CHECKS = (
     Check("data", 0.1, "The data can be read.", open_training_data, ("configuration",)),
     Check("task", 0.01, "The task fits the data and the configuration.", fit_task, ("data",)),
     Check("plan", 0.01, "An epoch has at least one step.", plan_rows, ("data",)),
+    Check("branch", 0.1, "The other run has the checkpoint, and reads the same rows.", branch.open_branch,
+          ("task", "plan"), applies=lambda context: context.config.run.branch_from is not None),
     Check("stored run", 0.1, "Nothing that decides its result has changed.", check_stored_run, ("task", "plan"),
           applies=lambda context: context.before is not None),
     Check("code", 0.1, "The code can be read.", read_code, ("task",)),
@@ -469,6 +472,8 @@ CHECKS = (
     Check("shards", 0, "The model can be cut into shards.", lambda context: check_shardable(context.model), ("model",),
           applies=lambda context: context.config.train.strategy_traits.shards_parameters),
     Check("schedule", 0, "The schedule lasts for all steps of the run.", dry_run.try_schedules, ("model",)),
+    Check("branch state", 0.1, "Model and optimizer can continue from the checkpoint.", branch.continue_state,
+          ("optimizer", "schedule"), calls_task=True, applies=lambda context: context.branch is not None),
     Check("data files", 0.01, "The versions of the data files are known.", read_data_files, ("evaluation data",)),
 
     # Trainings of a few steps in processes of their own, several at a time.

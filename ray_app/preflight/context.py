@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
 from ray_app.data.arrays import ArraySpec
 from ray_app.data.dataset import Dataset
@@ -21,7 +22,7 @@ from ray_app.data.reader import RowSource
 from ray_app.devices import HOST
 from ray_app.errors import ConfigError, TaskError
 from ray_app.plan.order import Plan
-from ray_app.preflight.changes import CodeVersions, DataVersions
+from ray_app.preflight.changes import CodeVersions, DataVersions, changed_fields, fill_defaults
 from ray_app.preflight.inputs import InitialParameters
 from ray_app.preflight.short_trainings import ShortTrainings
 from ray_app.runlog.paths import RunPaths
@@ -80,6 +81,34 @@ class ReadingRates:
         ]
 
 
+@dataclass(frozen=True)
+class Branch:
+    """The checkpoint of another run that a new run continues from.
+
+    Args:
+        paths: The paths of the other run.
+        config: The configuration of the other run, without the default arguments of its classes.
+        commit: The checkpoint.
+        training: The content of `training.pt` with the options of the new run; empty before they are compared.
+        changed: The values of both runs by the dotted names of the fields that differ.
+    """
+
+    paths: RunPaths
+    config: Config
+    commit: Commit
+    training: bytes = b""
+    changed: Mapping[str, list[Any]] = field(default_factory=dict)
+
+    def compare(self, config: Config) -> Branch:
+        """Returns the branch with all fields that the complete configuration of the new run changes."""
+        changed = changed_fields(fill_defaults(self.config)[0], fill_defaults(config)[0])
+        return replace(self, changed={name: both for name, both in changed.items() if not name.startswith("run.")})
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  {name}: {then} -> {now}" for name, (then, now) in self.changed.items())
+        return f"A branch of {self.paths.root} from step {self.commit.step} on. It changes{lines or ' nothing'}"
+
+
 class PreflightContext:
     """The values that checks compute for those after them.
 
@@ -118,6 +147,8 @@ class PreflightContext:
         # The differences from the last start, if the run exists.
         self.changed_code: list[str] = []
         self.changed_data: list[str] = []
+        # The check `branch` sets it for a new run with `run.branch_from`.
+        self.branch: Branch | None = None
         # The check `evaluation data` sets these, if there is any.
         self.eval_dataset: Dataset | None = None
         self.eval_task: Task | None = None

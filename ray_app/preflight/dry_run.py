@@ -250,7 +250,8 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
     assert context.eval_source is not None
     section, scaling = config.evaluate, config.scaling
     rows = context.eval_source.manifest.num_rows
-    steps = job.planned_evaluations(job.total_steps)[0]
+    first = config.run.first_step
+    steps = next(step for step in job.planned_evaluations(job.total_steps) if step > first) - first
     worker_speed = _GPU_SPEEDUP * scaling.worker_gpus or scaling.threads_per_worker
     train_speed = worker_speed * scaling.worker_limit
     actor_speed = section.workers * (_GPU_SPEEDUP * section.num_gpus or section.threads)

@@ -18,19 +18,27 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from ray_app.config.config import Config, flatten
+from ray_app.config.config import Config
 from ray_app.config.strategies import strategy_with_workers
 from ray_app.data.probes import put_rows
 from ray_app.errors import BadRowError, ConfigError, RayAppError, RunExistsError, TaskError, is_refusal
 from ray_app.evaluate.job import EvaluationJob
 from ray_app.models.package import storable_settings
-from ray_app.preflight.changes import CodeVersions, DataVersions, fill_defaults, store_code, store_data_versions
+from ray_app.preflight.branch import copy_checkpoint, remove_leftovers
+from ray_app.preflight.changes import (
+    CodeVersions,
+    DataVersions,
+    changed_fields,
+    fill_defaults,
+    store_code,
+    store_data_versions,
+)
 from ray_app.preflight.checks import CHECKS
-from ray_app.preflight.context import PreflightContext, ReadingRates
+from ray_app.preflight.context import Branch, PreflightContext, ReadingRates
 from ray_app.process import why_not_writable
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, redact_value, register_secrets
+from ray_app.runlog.redaction import redact, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import put_atomic, put_json, to_json, to_location, try_writing
@@ -61,6 +69,7 @@ class Prepared:
         changed_data: Differences of `data_files` from the last start, each a sentence.
         constant_scores: The metrics of a constant prediction on the evaluation data.
         reading_rates: How fast rows are decoded and trained on, with GPUs and without a cache.
+        branch: The checkpoint of another run that a new run continues from.
     """
 
     job: Job
@@ -76,6 +85,7 @@ class Prepared:
     changed_data: tuple[str, ...] = ()
     constant_scores: Mapping[str, float] = field(default_factory=dict)
     reading_rates: ReadingRates | None = None
+    branch: Branch | None = None
 
 
 def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
@@ -118,6 +128,7 @@ def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
             tuple(context.changed_data),
             context.constant_scores,
             context.reading_rates,
+            context.branch and context.branch.compare(job.config),
         )
 
 
@@ -140,6 +151,12 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         raise RunExistsError(
             f"The run {job.paths.name!r} was started by another process at this moment; start again to continue it."
         )
+    if not prepared.resumes:
+        remove_leftovers(job.paths)
+    if prepared.branch is not None:
+        copy_checkpoint(prepared.branch, job.paths, fence, job.config_digest)
+        details = {"source": str(prepared.branch.paths.root), "step": prepared.branch.commit.step}
+        put_event(job.paths, "branched", fence, **details, changed=prepared.branch.changed)
     if prepared.initial is not None:
         put_atomic(job.paths.initial, safetensors.torch.save(prepared.initial))
     if not prepared.resumes:
@@ -174,14 +191,7 @@ def update_stored_config(job: Job) -> None:
     now = replace(
         job.config, task=before.task, optimizer=before.optimizer, optimizers=before.optimizers, schedule=before.schedule
     )
-    old_values = flatten(redact_value(before.to_dict()))
-    new_values = flatten(redact_value(now.to_dict()))
-    changed = {
-        name: [old_values.get(name), new_values.get(name)]
-        for name in sorted(old_values.keys() | new_values.keys())
-        if old_values.get(name) != new_values.get(name)
-    }
-    if changed:
+    if changed := changed_fields(before, now):
         put_event(job.paths, "reconfigured", job.fence, fields=changed)
     if now != before:
         put_config(job.paths, now)

@@ -72,6 +72,8 @@ _SHORT_SETTINGS: dict[str, Any] = {
     "train__steps_per_epoch": None,
     "train__epochs": STEPS,
     "train__max_steps": STEPS,
+    "run__branch_from": None,
+    "run__branch_point": None,
     "checkpoint__every_steps": MIDDLE,
     "checkpoint__every_epochs": None,
     "checkpoint__keep_last": STEPS,

@@ -237,6 +237,7 @@ def _evaluation_mark(facts: Facts, evaluation: Evaluation) -> Mark:
 _TEXTS = {
     "started": "start {fence} of the driver, up to {max_workers} workers",
     "resumed": "resumed{at}, from a {source}",
+    "branched": "continues {source} from step {step} on",
     "formed": "{workers} workers train together from step {step}",
     "params_diverged": "after a failure, the states of ranks {ranks} differed from the others; resumed{at}",
     "workers": "{workers} workers start",

@@ -82,11 +82,12 @@ class Backlog:
     """The part of a run's record that has not been sent; its memory grows with that part, and by some bytes per step.
 
     `every_steps` are the steps of a block. Blocks are aligned to the steps of the run, so that every driver sends the
-    same.
+    same. A branch has no steps up to `first_step`.
     """
 
-    def __init__(self, paths: RunPaths, every_steps: int) -> None:
+    def __init__(self, paths: RunPaths, every_steps: int, first_step: int = 0) -> None:
         self._paths, self._every_steps = paths, every_steps
+        self._first_step = first_step
         self._evaluations: dict[str, list[Evaluation]] = {}
         self._failed_at_s: list[float] = []
         self._files: dict[Location, int] = {}
@@ -141,7 +142,7 @@ class Backlog:
 
         With `finished` no more steps will come, so the last block is complete as it is.
         """
-        yield from self._step_points(sent.sent_step, finished)
+        yield from self._step_points(max(sent.sent_step, self._first_step), finished)
         yield from list(self.unsent_evaluations(sent))
 
     def _step_points(self, sent_step: int, finished: bool) -> Iterator[Point]:

@@ -35,6 +35,7 @@ from ray_app.config.config import Config, default_tracking_uri, digest, flatten
 from ray_app.config.import_paths import require
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names
+from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, redact_value, redact_yaml
 from ray_app.storage.files import list_tree, poll_interval_s, poll_pause_s, put_atomic
@@ -63,6 +64,8 @@ _EVENT_FILE_PREFIX = "events.out.tfevents."
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LIBRARIES = ("torch", "ray", "mlflow")
+_MAX_TAG = 5000
+"""The maximum number of characters of a tag in MLflow's SQL stores."""
 
 
 class _Sender(ABC):
@@ -184,7 +187,7 @@ class Tracker(_Sender):
         self.uri, self._on_connect = default_tracking_uri(config), say
         self.receiver = f"MLflow at {redact(self.uri)}"
         self._mlflow = MlflowRun(self.uri, config.tracking.experiment, artifact_folder(paths, self.uri), open_run)
-        self._backlog = Backlog(paths, every_steps)
+        self._backlog = Backlog(paths, every_steps, config.run.first_step)
         self._cursor: TrackingState | None = None
         self._connected = False
         self._start_ms = int(time.time() * 1e3)
@@ -297,13 +300,20 @@ def check_available(config: Config) -> None:
         raise ConfigError(f"{subject}, which needs the complete mlflow, not mlflow-skinny: pip install mlflow.")
 
 
-def make_run_tags(config: Config, manifest_digest: str) -> dict[str, str]:
-    """Returns what the result depends on besides parameters: digests, versions and, in a git checkout, the commit."""
+def make_run_tags(paths: RunPaths, config: Config, manifest_digest: str) -> dict[str, str]:
+    """Returns what the result depends on besides parameters: digests, versions, and the commit of a git checkout.
+
+    Of a branch there are also the other run and the changed fields.
+    """
     tags = {
         "ray_app.config_digest": digest(config, manifest_digest),
         "ray_app.manifest_digest": manifest_digest,
         "ray_app.version.python": platform.python_version(),
     }
+    for event in read_events(paths, "branched")[-1:] if config.run.branch_from is not None else ():
+        changed = [f"{name}: {then} -> {now}" for name, (then, now) in event.details["changed"].items()]
+        tags["ray_app.branch_from"] = f"{event.details['source']}@step-{event.details['step']}"
+        tags["ray_app.branch_changes"] = "; ".join(changed)[:_MAX_TAG]
     for library in _LIBRARIES:
         try:
             tags[f"ray_app.version.{library}"] = importlib.metadata.version(library)
@@ -429,7 +439,8 @@ class EventFileWriter(_Sender):
     def _reset(self) -> None:
         """Starts from the beginning of the record."""
         self._close()
-        self._backlog, self._sent = Backlog(self._paths, self._config.tracking.every_steps), SentState()
+        every_steps, first_step = self._config.tracking.every_steps, self._config.run.first_step
+        self._backlog, self._sent = Backlog(self._paths, every_steps, first_step), SentState()
 
     def _run(self) -> None:
         super()._run()

@@ -156,7 +156,8 @@ class Job:
         cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.steps_per_epoch)
         planned = {step for every in cadences if every for step in range(every, last + 1, every)}
         planned |= {self.total_steps} if self.total_steps <= last else set()
-        return sorted(planned)
+        # Before the first step of a branch the other run has evaluated.
+        return sorted(step for step in planned if step >= self.config.run.first_step)
 
     def early_stop(self) -> Verdict | None:
         """Returns the verdict of `ray_app.runlog.evaluations.early_stop` for this run, or that of an intervention."""

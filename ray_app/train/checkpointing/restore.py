@@ -43,7 +43,7 @@ def restore_state(
         world: The workers of the generation.
 
     Raises:
-        CheckpointError: There are checkpoints, but none is intact, and there is no snapshot.
+        CheckpointError: There are checkpoints, but none is intact, and there is no snapshot; or a branch has none.
         ConfigError: There is neither, and the file with the initial parameters is missing or has other parameters than
             the run began with.
         OSError: The storage does not answer, and there is no snapshot.
@@ -70,6 +70,8 @@ def restore_state(
         logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
         return
     if checkpoint is None:
+        if job.config.run.branch_from is not None:
+            raise CheckpointError(f"{job.paths.root} is a branch, and the checkpoint with which it began is missing.")
         if is_sharded and (initial := job.open_initial(world.rank == 0)) is not None:
             state.sync.adopt(Snapshot(0, initial, {}, None))
         elif not is_sharded:

@@ -23,6 +23,7 @@ from ray_app.config.variables import DEFAULT_EXPERIMENT
 from ray_app.errors import ConfigError
 from ray_app.runlog.evaluations import evaluated_steps, evaluator_names, read_evaluations
 from ray_app.runlog.journal import Event, put_event
+from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
 from ray_app.storage.files import put_json, read_json
 from ray_app.track.mlflow_client import RUN_EVALUATOR, Backlog, DataSet, OpenRun, SentState, connect
@@ -479,13 +480,13 @@ def test_importing_the_tracker_does_not_import_mlflow() -> None:
 
 
 def test_tags_name_commit_versions_and_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tags = make_run_tags(Config(), "abc")
+    tags = make_run_tags(RunPaths(tmp_path), Config(), "abc")
     assert tags["ray_app.config_digest"] == digest(Config(), "abc")
     assert tags["ray_app.manifest_digest"] == "abc"
     assert tags["ray_app.version.torch"].startswith("2.")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "mlflow.source.git.commit" not in make_run_tags(Config(), "abc")
+    assert "mlflow.source.git.commit" not in make_run_tags(RunPaths(tmp_path), Config(), "abc")
 
 
 def test_credentials_are_redacted() -> None:

@@ -86,6 +86,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("train.profile_steps", {"train__profile_steps": [1, 3]}, {"train__profile_steps": [0, 3]}),
     ("train.profile_steps", {"train__profile_steps": [1, 3]}, {"train__profile_steps": [1, 2, 3]}),
     ("train.init_digest", {"train__init_from": "a", "train__init_digest": "0"}, {"train__init_from": None}),
+    ("run.branch_from", {"run__branch_from": "a"}, {"train__init_from": "b"}),
+    ("run.branch_point", {"run__branch_from": "a", "run__branch_point": f"5-{64 * '0'}"}, {"run__branch_from": None}),
     ("evaluate.patience", {"evaluate__patience": 2, "data__eval_path": "eval"}, {"data__eval_path": None}),
     ("evaluate.num_gpus", {"evaluate__num_gpus": 1.0}, {"evaluate__num_gpus": 2.0}),
     ("evaluate.workers", {"evaluate__workers": 2}, {"evaluate__where": "workers"}),

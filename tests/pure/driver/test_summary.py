@@ -242,6 +242,7 @@ def test_the_summary_counts_the_steps_and_events_of_all_starts(tmp_path: Path) -
         },
         "parameter_servers": None,
         "model": None,
+        "branch": None,
     }
 
 

@@ -413,6 +413,13 @@ def test_a_backlog_discards_sent_points(paths: RunPaths) -> None:
     assert [point.step for point in backlog.points(SentState(), finished=True)] == [20]
 
 
+def test_a_backlog_of_a_branch_does_not_wait_for_the_steps_before_it(paths: RunPaths) -> None:
+    put_segment(paths, 1, [record_of(step) for step in range(26, 41)])
+    backlog = Backlog(paths, 10, first_step=25)
+    backlog.read(SentState())
+    assert [point.step for point in backlog.points(SentState(), finished=False)] == [30, 40]
+
+
 def test_a_metrics_block_has_the_time_of_its_last_step_and_the_failures_so_far() -> None:
     steps = [
         replace(record_of(step), time_s=1e9 + step, step_ms=250.0, data_wait_ms=2.0 * step, lr=0.1 * step)
