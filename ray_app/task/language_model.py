@@ -30,8 +30,6 @@ _TARGETS = "targets"
 """The argument of a module that gets the tokens to predict; without it, nanoGPT gives scores of one token only."""
 _MAX_LOSS_BYTES = 256 << 20
 """The scores that cross-entropy computes at once have at most this size in float32."""
-_IGNORED = -100
-"""The label of a position without a token to predict."""
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 """The attributes of models of `transformers` that weight `aux_loss`."""
 
@@ -262,11 +260,11 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     length = labels.shape[1]
     if logits.shape[1] > length:
-        # All scores are read where they are, with a loss of 0 after the last token: a part of them would be copied.
-        labels = functional.pad(labels, (0, logits.shape[1] - length), value=_IGNORED)
+        # All scores are read where they are, since a part of them would be copied; further losses are left out below.
+        labels = functional.pad(labels, (0, logits.shape[1] - length))
     at_once = max(1, _MAX_LOSS_BYTES // (4 * logits.shape[-1]))
     if labels.numel() <= at_once:
-        flat = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=_IGNORED, reduction="none")
+        flat = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return flat.view_as(labels)[:, :length]
     parts = [
         checkpoint(functional.cross_entropy, *part, reduction="none", use_reentrant=False, preserve_rng_state=False)
