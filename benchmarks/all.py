@@ -22,6 +22,7 @@ from benchmarks.harness import RATIOS_FILE, ROOT
 
 BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "small_step.py": (["--rounds", "5"], ["--rounds", "1"]),
+    "model_steps.py": ([], ["--rounds", "1", "--model", "gru", "--model", "table"]),
     "keras_fit.py": (["--rounds", "5"], ["--rounds", "2"]),
     "ddp_step.py": (["--rounds", "5"], ["--rounds", "1"]),
     "ddp_step.py --strategy fsdp": (["--rounds", "5"], ["--rounds", "1"]),

@@ -29,8 +29,7 @@ from ray_app.task.metric_states import (
     load_states,
     make_metrics,
     metric_parts,
-    reset_parts,
-    states_of,
+    take_states,
 )
 from ray_app.task.metrics import compute_values
 from ray_app.task.ragged import Arrays, to_batch
@@ -125,10 +124,8 @@ def _states_of_parts(task: Task, parts: Iterable[Outputs]) -> Iterator[dict[str,
     """
     metrics = make_metrics(task)
     for part in parts:
-        for metric in metrics.values(copy_state=False):
-            reset_parts(metric)
         _update_metrics(task, part, metrics)
-        yield {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
+        yield {str(name): take_states(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
 
 
 def _combine_states(task: Task, parts: Sequence[dict[str, States]]) -> MetricCollection:
@@ -161,7 +158,7 @@ def _check_states(task: Task, outputs: Outputs) -> None:
     except TaskError:
         # The rows may be too few.
         at_once = {}
-    states = {str(name): states_of(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
+    states = {str(name): take_states(metric) for name, metric in metrics.items(keep_base=True, copy_state=False)}
     third = max(1, len(outputs) // 3)
     _check_equal(task, at_once, _combine_states(task, [states]), "all of them")
     for cuts in ([0, third, len(outputs)], range(len(outputs) + 1)):

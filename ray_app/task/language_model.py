@@ -348,17 +348,20 @@ def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     Many scores are processed in parts, and a part again in backward, so that no copy of all scores in float32 exists:
     with a vocabulary of 128,000 tokens that of 8,000 positions has 4 GB. The bits do not depend on the parts.
     """
-    rows, length = labels.shape
+    length = labels.shape[1]
+    if logits.shape[1] > length:
+        # All scores are read where they are, since a part of them would be copied; further losses are left out below.
+        labels = functional.pad(labels, (0, logits.shape[1] - length))
     at_once = max(1, _MAX_LOSS_BYTES // (4 * logits.shape[-1]))
-    if rows * length <= at_once:
-        flat = logits[:, :length].flatten(0, 1)
-        return functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+    if labels.numel() <= at_once:
+        flat = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return flat.view_as(labels)[:, :length]
     parts = [
         checkpoint(functional.cross_entropy, *part, reduction="none", use_reentrant=False, preserve_rng_state=False)
         for one in zip(logits.unbind(), labels, strict=True)
-        for part in zip(one[0][:length].split(at_once), one[1].split(at_once), strict=True)
+        for part in zip(one[0].split(at_once), one[1].split(at_once), strict=True)
     ]
-    return torch.cat(parts).view_as(labels)
+    return torch.cat(parts).view_as(labels)[:, :length]
 
 
 def _call(model: Any, tokens: Tensor, lengths: Tensor) -> Any:

@@ -158,6 +158,9 @@ def check_losses(
     Raises:
         ConfigError: There is not one value for each row, or a metric has a name that cannot be recorded.
     """
+    # The usual case, by fewer calls.
+    if type(returned) is Tensor and returned.shape == (rows,) and not reduced:
+        return Losses(returned)
     losses = Losses.of(returned)
     weights = {"weights": losses.weights} if losses.weights is not None else {}
     for name, value in {"": losses.values, **weights, **losses.metrics}.items():
@@ -197,7 +200,7 @@ def sum_on_device(losses: Losses) -> DeviceSums:
     """Returns the sums over rows without waiting for the device."""
     values = losses.values.detach()
     if losses.weights is None and not losses.metrics and not losses.reduced and losses.states is None:
-        return DeviceSums(values.sum(), len(values), None)
+        return DeviceSums(values.sum(), values.shape[0], None)
     weights = losses.row_weights.detach()
     sums = {MetricKey(name): value.detach().sum(dtype=torch.float64) for name, value in losses.metrics.items()}
     sums |= {key: value.to(values.device) for key, value in losses.reduced.items()}

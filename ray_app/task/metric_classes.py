@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from ray_app.errors import ConfigError
-from ray_app.task.metric_states import States, isolate, load_states, reset_parts, states_of
+from ray_app.task.metric_states import States, isolate, load_states, take_states
 
 
 class Perplexity(Metric):
@@ -51,9 +51,8 @@ class LoggedMetric(NamedTuple):
 
 def take_metrics(logged: Mapping[str, Metric]) -> dict[str, LoggedMetric]:
     """Copies and resets metrics that were updated with a batch; returns them by the names of their logs."""
-    states = {id(metric): states_of(metric) for metric in logged.values()}
-    for metric in logged.values():
-        reset_parts(metric)
+    # A metric may have several names.
+    states = {key: take_states(metric) for key, metric in {id(metric): metric for metric in logged.values()}.items()}
     return {name: LoggedMetric(_copy_metric(name, metric), states[id(metric)]) for name, metric in logged.items()}
 
 

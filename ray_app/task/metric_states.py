@@ -24,6 +24,8 @@ from ray_app.task.base import Task
 from ray_app.task.transforms import same_in_each_process
 from ray_app.torch_private import registered_buffers
 
+_NESTED = nn.Module, dict, list, tuple
+"""Types of attributes that may be or contain modules; a union of them would be made anew for each attribute."""
 States = dict[str, Any]
 """The states of a metric and its parts, by the keys of `state_key`."""
 
@@ -104,21 +106,15 @@ def _modules_of(path: str, value: Any, visited: set[int]) -> Iterator[tuple[str,
     elif isinstance(value, list | tuple):
         children = dict(enumerate(value))
     for name, child in children.items():
+        if not isinstance(child, _NESTED):
+            continue
         # These attributes of torch and torchmetrics lead to modules a second time, or to none.
-        is_internal = name in ("_modules", "_parameters", "_defaults", "_reductions")
-        if isinstance(child, nn.Module | dict | list | tuple) and not is_internal:
+        if name not in ("_modules", "_parameters", "_defaults", "_reductions"):
             yield from _modules_of(f"{path}.{name}" if path else str(name), child, visited)
 
 
-def reset_parts(metric: Metric) -> None:
-    """Resets all parts of a metric; `Metric.reset` leaves the metrics inside it to the author of the metric."""
-    metric.reset()
-    for part in metric_parts(metric).values():
-        part.reset()
-
-
-def states_of(metric: Metric) -> States:
-    """Returns copies of a metric's states on the CPU; raises ConfigError for a metric without states."""
+def take_states(metric: Metric) -> States:
+    """Returns copies of a metric's states on the CPU and resets it; raises ConfigError for a metric without states."""
     parts = metric_parts(metric)
     if not any(part._defaults for part in parts.values()):
         raise ConfigError(
@@ -127,13 +123,17 @@ def states_of(metric: Metric) -> States:
             " torch.tensor(0), dist_reduce_fx='sum')."
         )
     # An update changes a tensor in place; to a list it appends others.
-    return {
+    states = {
         state_key(path, name): [tensor.detach().cpu() for tensor in state]
         if isinstance(state, list)
         else state.detach().cpu().clone()
         for path, part in parts.items()
         for name, state in part.metric_state.items()
     }
+    # `Metric.reset` leaves the metrics inside it to the author of the metric.
+    for part in parts.values():
+        part.reset()
+    return states
 
 
 def load_states(metric: Metric, states: Sequence[States]) -> None:

@@ -27,7 +27,7 @@ from ray_app.plan.manifest import Manifest
 from ray_app.task.annotations import Metric, MetricCollection
 from ray_app.task.base import Batch, Mistake, Task
 from ray_app.task.losses import Losses
-from ray_app.task.metric_states import load_states, make_metrics, metric_parts, reset_parts, state_key, states_of
+from ray_app.task.metric_states import load_states, make_metrics, metric_parts, state_key, take_states
 from ray_app.task.precision import Precision
 from ray_app.task.ragged import Arrays, Ragged, to_batch
 from ray_app.task.user_code import user_code
@@ -120,23 +120,23 @@ def score(
     step = size if fixed else chunk_rows or _chunk_rows(arrays, rows, size)
     for low in range(part * step, rows, parts * step):
         # A copy: what the user's code writes into a batch must not be in the rows of the next evaluation.
-        kept = to_batch(arrays, slice(low, low + step)).items()
-        batch = {name: values.clone() if is_host else to_device(values, device) for name, values in kept}
-        for _, metric in metrics.items(keep_base=True, copy_state=False):
-            reset_parts(metric)
+        source = to_batch(arrays, slice(low, low + step))
+        batch = {
+            name: torch.empty_like(values) if is_host else to_device(values, device) for name, values in source.items()
+        }
         losses, mistakes = list[Losses](), list[Mistake]()
         # Not in inference mode: workers evaluate the model that they train, and backward cannot use tensors that the
         # model would make here and keep.
         with user_code(partial("evaluating rows {} to {}".format, low, min(low + step, rows) - 1)), torch.no_grad():
             for first, some, outputs in _forward_passes(
-                partial(precision.outputs, forward or task.eval_outputs, model), batch, size
+                partial(precision.outputs, forward or task.eval_outputs, model), batch, size, source if is_host else {}
             ):
                 losses.append(Losses.of(task.compute_loss(model, outputs, some)))
                 task.update(metrics, outputs, some)
                 mistakes += [replace(m, row=first + m.row) for m in task.mistakes(outputs, some, MAX_MISTAKES)]
         worst_mistakes = _choose_worst(task, batch, low, mistakes, worst)
-        items = metrics.items(keep_base=True, copy_state=False)
-        states = {str(name): states_of(metric) for name, metric in items if keep is None or name in keep}
+        taken = {str(name): take_states(m) for name, m in metrics.items(keep_base=True, copy_state=False)}
+        states = {name: one for name, one in taken.items() if keep is None or name in keep}
         values = torch.cat([one.values for one in losses])
         _refuse_non_finite_row(arrays, low, values, manifest)
         weight = torch.cat([one.row_weights for one in losses]).sum(dtype=torch.float64).item()
@@ -184,11 +184,20 @@ def _chunk_rows(arrays: Arrays, rows: int, size: int) -> int:
     return size * max(1, passes)
 
 
-def _forward_passes(forward: Callable[[Batch], Any], batch: Batch, size: int) -> list[tuple[int, Batch, Any]]:
-    """Runs a chunk in passes of `size` rows; returns first row, rows and outputs, tensors as of one pass."""
-    rows = len(next(iter(batch.values())))
-    parts = [(low, {name: values[low : low + size] for name, values in batch.items()}) for low in range(0, rows, size)]
-    passes = [(low, part, forward(part)) for low, part in parts]
+def _forward_passes(
+    forward: Callable[[Batch], Any], batch: Batch, size: int, source: Batch
+) -> list[tuple[int, Batch, Any]]:
+    """Runs a chunk in passes of `size` rows; returns first row, rows and outputs, tensors as of one pass.
+
+    The rows of each pass are copied from `source` just before it, if it is not empty, so that the forward finds them in
+    the cache of the processor.
+    """
+    rows, passes = len(next(iter(batch.values()))), list[tuple[int, Batch, Any]]()
+    for low in range(0, rows, size):
+        part = {name: values[low : low + size] for name, values in batch.items()}
+        for name, values in source.items():
+            part[name].copy_(values[low : low + size])
+        passes.append((low, part, forward(part)))
     outputs = [output for _, _, output in passes]
     if len(passes) > 1 and all(isinstance(one, Tensor) for one in outputs):
         return [(0, batch, torch.cat(outputs))]

@@ -9,6 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,12 +119,12 @@ class Job:
         settings = json.dumps(dataclasses.asdict(self.config.task), sort_keys=True)
         return cached_fetch(fetch, self.source, settings, data.cache_dir, data.cache_gb)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch as the configuration counts them; one pass over the data has `plan.steps_per_epoch`."""
         return self.config.train.steps_per_epoch or self.plan.steps_per_epoch
 
-    @property
+    @cached_property
     def total_steps(self) -> int:
         """Steps of the whole run."""
         return self.config.train.total_steps(self.plan.steps_per_epoch)
@@ -152,9 +153,7 @@ class Job:
 
     def planned_evaluations(self, last: int) -> list[int]:
         """Returns the steps up to `last` at which the cadence plans a checkpoint, each of which is evaluated."""
-        section = self.config.checkpoint
-        cadences = (section.every_steps or 0, (section.every_epochs or 0) * self.steps_per_epoch)
-        planned = {step for every in cadences if every for step in range(every, last + 1, every)}
+        planned = {step for every in self._cadences for step in range(every, last + 1, every)}
         planned |= {self.total_steps} if self.total_steps <= last else set()
         # Before the first step of a branch the other run has evaluated.
         return sorted(step for step in planned if step >= self.config.run.first_step)
@@ -178,11 +177,13 @@ class Job:
 
     def is_checkpoint_due(self, step: int) -> bool:
         """Returns whether the cadence plans a checkpoint, and with it an evaluation, after `step` finished steps."""
+        return step == self.last_step or 0 in [step % every for every in self._cadences]
+
+    @cached_property
+    def _cadences(self) -> list[int]:
+        """The numbers of steps between two planned checkpoints, of each setting that has one."""
         section = self.config.checkpoint
-        if step == self.last_step:
-            return True
-        every_epochs = (section.every_epochs or 0) * self.steps_per_epoch
-        return any(every and step % every == 0 for every in (section.every_steps, every_epochs))
+        return [n for n in (section.every_steps, (section.every_epochs or 0) * self.steps_per_epoch) if n]
 
 
 @dataclass(frozen=True)

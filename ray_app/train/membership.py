@@ -45,6 +45,9 @@ class Flags(IntFlag):
     """The workers make a checkpoint, because all that have the training state are draining."""
 
 
+_NO_FLAGS = Flags(0)
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """A worker's heartbeat to the rendezvous.
@@ -198,7 +201,7 @@ class SingleProcessMembership:
 
     def flags(self) -> Flags:
         """Returns `STOP` once the run is to stop, see `Membership.flags`."""
-        return Flags.STOP if self._stops() else Flags(0)
+        return Flags.STOP if self._stops() else _NO_FLAGS
 
     def is_draining(self) -> bool:
         """Returns False, because no other process could continue the run."""

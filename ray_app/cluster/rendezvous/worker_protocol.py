@@ -76,7 +76,7 @@ class WorkerProtocol:
         # A reply to a heartbeat from another generation does not ask to leave the present one.
         if self.reply.generation != self.number:
             return self.reply.flags & ~Flags.REFORM
-        return self.reply.flags | (Flags.REFORM if self.reply.abort else Flags(0))
+        return self.reply.flags | Flags.REFORM if self.reply.abort else self.reply.flags
 
     def is_draining(self) -> bool:
         """Returns whether this worker has to exit when its generation ends, see `Membership.is_draining`."""

@@ -8,7 +8,7 @@ worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import accumulate
 from typing import Any, ClassVar, NoReturn
 
@@ -371,8 +371,11 @@ class Passes:
         reduced: dict[MetricKey, Tensor] = {}
         token = reduced_values.set(reduced)
         try:
-            with torch.autocast(self._device.type, dtype) if dtype is not None else nullcontext():
+            if dtype is None:
                 losses = self._loss(model, fields)
+            else:
+                with torch.autocast(self._device.type, dtype):
+                    losses = self._loss(model, fields)
         finally:
             reduced_values.reset(token)
         return check_losses(self._task, losses, rows, reduced).float()

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError, DataError
@@ -195,7 +196,12 @@ def test_the_loss_in_parts_has_the_bits_of_the_whole_and_keeps_no_copy_of_the_sc
 ) -> None:
     torch.manual_seed(0)
     scores, labels = torch.randn(3, 8, WORDS).to(precision), torch.randint(0, WORDS, (3, 7))
-    results = []
+    logits = scores.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+        # Without the scores after the last token.
+        losses = functional.cross_entropy(logits[:, :7].flatten(0, 1), labels.flatten(), reduction="none").view(3, 7)
+    losses.sum().backward()
+    results = [(losses, logits.grad)]
     for positions in (24, 7, 3, 1):
         monkeypatch.setattr(module, "_MAX_LOSS_BYTES", 4 * WORDS * positions)
         logits, saved = scores.clone().requires_grad_(), list[Tensor]()

@@ -14,7 +14,7 @@ from torchmetrics import classification, wrappers
 
 from ray_app.errors import ConfigError
 from ray_app.task.base import Task
-from ray_app.task.metric_states import load_states, make_metrics, reset_parts, states_of
+from ray_app.task.metric_states import load_states, make_metrics, take_states
 
 ROWS, CLASSES = 23, 3
 
@@ -155,9 +155,8 @@ def compute_in_chunks(make: Callable[[], Any], outputs: Tensor, target: Tensor, 
     task, states = MetricTask(m=make), []
     scoring = make_metrics(task)["m"]
     for low in range(0, ROWS, rows):
-        reset_parts(scoring)
         scoring.update(outputs[low : low + rows], target[low : low + rows])
-        states.append(states_of(scoring))
+        states.append(take_states(scoring))
     combined = make_metrics(task)["m"]
     load_states(combined, states)
     return combined.compute()
@@ -210,7 +209,7 @@ def test_a_metric_without_states_is_refused(make: Callable[[], Any]) -> None:
 )
 def test_states_without_a_supported_reduction_are_refused(make: Callable[[], Any]) -> None:
     with pytest.raises(ConfigError, match="CorrCoef cannot be combined from parts: the reduction of its state"):
-        load_states(make(), [states_of(make()), states_of(make())])
+        load_states(make(), [take_states(make()), take_states(make())])
 
 
 def test_metrics_with_equal_states_on_the_first_rows_stay_separate() -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from ray_app.errors import ConfigError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, Manifest
 from ray_app.predict.predict import cut_parts
 from ray_app.task.base import Task
-from ray_app.task.classification import predict_classes
+from ray_app.task.classification import predict_classes, probabilities
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
 
@@ -25,6 +26,17 @@ def test_a_predicted_class_has_a_name_an_index_and_a_confidence() -> None:
     assert predictions["predicted_index"].tolist() == [1, 0]
     expected = [np.exp(3) / (1 + np.exp(3) + np.exp(1)), np.exp(5) / (np.exp(5) + 2)]
     assert np.allclose(predictions["confidence"], expected)
+
+
+@given(rows=st.integers(1, 70), classes=st.integers(2, 20), seed=st.integers(0, 99))
+def test_losses_and_probabilities_of_few_classes_are_those_of_each_row(rows: int, classes: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = 9 * torch.randn(rows, classes, generator=generator)
+    labels = torch.randint(0, classes, (rows,), generator=generator)
+    losses = TabularClassification(num_classes=classes).loss(scores, {"label": labels})
+    assert torch.allclose(losses, functional.cross_entropy(scores, labels, reduction="none"), rtol=1e-6)
+    assert torch.allclose(probabilities(scores), scores.softmax(-1), rtol=1e-5)
+    assert torch.equal(probabilities(scores)[-1:], probabilities(scores[-1:])), "no row depends on the others"
 
 
 @pytest.mark.parametrize("task", [

@@ -55,15 +55,15 @@ def resnet18() -> Task:
 @pytest.mark.parametrize(
     ("task", "workers", "windows", "fields", "expected"),
     [
-        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 479, "torch_operators": 66}, id="small"),
-        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 479, "torch_operators": 66}, id="small, read"),
-        pytest.param(Small, 2, cache_windows, {}, {"python_calls": 760, "torch_operators": 94}, id="small, 2 workers"),
+        pytest.param(Small, 1, cache_windows, {}, {"python_calls": 433, "torch_operators": 66}, id="small"),
+        pytest.param(Small, 1, stream_windows, {}, {"python_calls": 433, "torch_operators": 66}, id="small, read"),
+        pytest.param(Small, 2, cache_windows, {}, {"python_calls": 727, "torch_operators": 94}, id="small, 2 workers"),
         pytest.param(
             resnet18,
             2,
             cache_windows,
             {},
-            {"python_calls": 3138, "torch_operators": 404},
+            {"python_calls": 3105, "torch_operators": 404},
             id="ResNet-18, 2 workers",
             marks=pytest.mark.rest,
         ),
@@ -72,7 +72,7 @@ def resnet18() -> Task:
             2,
             cache_windows,
             {"train__reduction": "overlapped"},
-            {"python_calls": 3122, "torch_operators": 401},
+            {"python_calls": 3089, "torch_operators": 401},
             id="ResNet-18, overlapped",
             marks=pytest.mark.rest,
         ),
