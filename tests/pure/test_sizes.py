@@ -17,11 +17,11 @@ CEILINGS = {
     "ray_app/cli": 2_534,
     "ray_app/cluster": 4_963,
     "ray_app/config": 1_723,
-    "ray_app/data": 4_235,
+    "ray_app/data": 4_247,
     "ray_app/drill": 2_972,
     "ray_app/driver": 3_128,
     "ray_app/evaluate": 665,
-    "ray_app/ingest": 9_490,
+    "ray_app/ingest": 9_541,
     "ray_app/keras": 1_515,
     "ray_app/models": 2_338,
     "ray_app/plan": 886,
@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_278,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 11_253,
+    "ray_app/task": 11_254,
     "ray_app/track": 1_031,
     "ray_app/train": 10_365,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_449,
-    "tests": 76_953,
+    "tests": 76_980,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
