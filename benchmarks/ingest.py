@@ -1,13 +1,15 @@
-"""Ingest of a CSV file beside Polars, and of a folder of images beside Hugging Face `datasets`.
+"""Ingest of files of each kind beside the library that one would otherwise use: CSV and JSON lines (Polars), Parquet
+of another tool (pyarrow), tar files of WebDataset (webdataset), folders of images (Hugging Face `datasets`).
 
 The same is: read the file, make classes of a column of text, shuffle all rows, and write Parquet. Folders of images are
-their classes, and the files are stored unread. This application also decides types over all rows, keeps the id of each
+their classes; images are stored undecoded. This application also decides types over all rows, keeps the id of each
 row, describes each column, and holds a block for each task instead of the table. A step is a row. All sides may use all
 CPUs. `--side datasets csv` works, too; the shuffled copy of 10 million rows was not finished after five minutes, at 7.7
 GB of memory (2026-11-28).
 
 python3 -m venv .venv-data && .venv-data/bin/pip install -r benchmarks/requirements-data.txt
 python benchmarks/ingest.py                # needs a quiet machine; half an hour
+python benchmarks/ingest.py --kinds jsonl  # some kinds
 python benchmarks/ingest.py --tiny         # that it runs
 """
 
@@ -15,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import json
 import os
 import resource
 import shutil
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -62,23 +67,88 @@ def write_images(folder: Path, count: int) -> None:
         path.write_bytes(b"\xff\xd8\xff\xe0" + generator.bytes(IMAGE_BYTES))
 
 
+def write_json_lines(path: Path, rows: int) -> None:
+    """Writes the rows of `write_csv`, one object a line."""
+    table = path.with_suffix(".csv")
+    write_csv(table, rows)
+    with table.open() as source, path.open("w") as file:
+        names = source.readline().strip().split(",")
+        for line in source:
+            *numbers, day, kind = line.strip().split(",")
+            values = [*map(json.loads, numbers), day, kind]
+            file.write(json.dumps(dict(zip(names, values, strict=True))) + "\n")
+    table.unlink()
+
+
+def write_other_parquet(path: Path, rows: int) -> None:
+    """Writes the rows of `write_csv` by pyarrow."""
+    from pyarrow import csv, parquet
+
+    table = path.with_suffix(".csv")
+    write_csv(table, rows)
+    parquet.write_table(csv.read_csv(table), path)
+    table.unlink()
+
+
+def write_tar(path: Path, rows: int) -> None:
+    """Writes the files of `write_images` and their classes as a tar file of WebDataset."""
+    generator = np.random.default_rng(0)
+    with tarfile.open(path, "w") as tar:
+        for number in range(rows):
+            contents = {"jpg": b"\xff\xd8\xff\xe0" + generator.bytes(IMAGE_BYTES), "cls": str(number % 5).encode()}
+            for suffix, content in contents.items():
+                member = tarfile.TarInfo(f"{number:06}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
 def by_ray_app(kind: str, source: str, out: str) -> None:
     """Ingests here."""
     from ray_app.ingest.ingest import ingest
     from ray_app.ingest.options import IngestOptions
 
-    options = IngestOptions("csv", out, source, label="kind")
-    ingest(options if kind == "csv" else IngestOptions("images", out, source, check=False))
+    if kind in ("images", "webdataset"):
+        ingest(IngestOptions(kind, out, source, check=False, eval_fraction=0))  # type: ignore[arg-type]
+    else:
+        ingest(IngestOptions("hf" if kind == "parquet" else kind, out, source, label="kind"))  # type: ignore[arg-type]
 
 
 def by_polars(kind: str, source: str, out: str) -> None:
-    """Reads and writes a CSV file by Polars."""
+    """Reads and writes a file of CSV or JSON lines by Polars."""
     polars: Any = importlib.import_module("polars")
 
-    assert kind == "csv", "Polars reads no folder of images"
-    table = polars.read_csv(source).with_columns(polars.col("kind").rank("dense").alias("label") - 1).drop("kind")
+    read = {"csv": polars.read_csv, "jsonl": polars.read_ndjson}[kind]
+    table = read(source).with_columns(polars.col("kind").rank("dense").alias("label") - 1).drop("kind")
     os.mkdir(out)
     table.sample(fraction=1, shuffle=True, seed=0).write_parquet(f"{out}/0.parquet")
+
+
+def by_pyarrow(kind: str, source: str, out: str) -> None:
+    """Reads and writes a Parquet file by pyarrow."""
+    import pyarrow as pa
+    from pyarrow import compute, parquet
+
+    assert kind == "parquet", "pyarrow is measured with Parquet alone"
+    table = parquet.read_table(source)
+    names = compute.unique(table["kind"]).sort()
+    table = table.append_column("label", compute.index_in(table["kind"], names)).drop_columns(["kind"])
+    os.mkdir(out)
+    order = np.random.default_rng(0).permutation(table.num_rows)
+    parquet.write_table(table.take(pa.array(order)), f"{out}/0.parquet")
+
+
+def by_webdataset(kind: str, source: str, out: str) -> None:
+    """Reads a tar file by webdataset, shuffles its rows in memory, and writes them by pyarrow."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    webdataset: Any = importlib.import_module("webdataset")
+    assert kind == "webdataset", "webdataset reads tar files alone"
+    rows = list(webdataset.WebDataset(source, shardshuffle=False))
+    order = np.random.default_rng(0).permutation(len(rows))
+    table = pa.table({"image": [rows[i]["jpg"] for i in order], "label": [int(rows[i]["cls"]) for i in order]})
+    os.mkdir(out)
+    parquet.write_table(table, f"{out}/0.parquet", compression="none")
 
 
 def by_datasets(kind: str, source: str, out: str) -> None:
@@ -99,7 +169,21 @@ def by_datasets(kind: str, source: str, out: str) -> None:
     shutil.rmtree(cache)
 
 
-SIDES = {"ray_app": by_ray_app, "polars": by_polars, "datasets": by_datasets}
+SIDES = {
+    "ray_app": by_ray_app,
+    "polars": by_polars,
+    "pyarrow": by_pyarrow,
+    "webdataset": by_webdataset,
+    "datasets": by_datasets,
+}
+KIND_SIDES = {
+    "csv": ("rows.csv", write_csv, "polars"),
+    "jsonl": ("rows.jsonl", write_json_lines, "polars"),
+    "parquet": ("rows.parquet", write_other_parquet, "pyarrow"),
+    "webdataset": ("images.tar", write_tar, "webdataset"),
+    "images": ("images", write_images, "datasets"),
+}
+"""By kind: the name of the source, the function that writes it, and the other side."""
 
 
 def run_one(side: str, kind: str, source: str, rows: int) -> None:
@@ -133,9 +217,10 @@ def measure(kind: str, source: Path, rows: int, sides: list[str], rounds: int) -
 def main() -> None:
     """Measures all sides."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--rows", type=int, default=10_000_000, help="Of tables; JSON lines have a tenth of them.")
     parser.add_argument("--images", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--kinds", nargs="+", choices=KIND_SIDES, default=list(KIND_SIDES))
     parser.add_argument("--tiny", action="store_true", help="Few rows and one round, here alone.")
     parser.add_argument("--side", nargs=4, metavar=("SIDE", "KIND", "SOURCE", "ROWS"), help="For internal use.")
     arguments = parser.parse_args()
@@ -148,12 +233,13 @@ def main() -> None:
     peers = PEERS.exists()
     if not peers and not arguments.tiny:
         sys.exit(f"{PEERS} is missing; make it as benchmarks/ingest.py says.")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_csv(folder / "rows.csv", rows)
-        measure("csv", folder / "rows.csv", rows, ["ray_app", "polars"] if peers else ["ray_app"], rounds)
-        write_images(folder / "images", images)
-        measure("images", folder / "images", images, ["ray_app", "datasets"] if peers else ["ray_app"], rounds)
+    counts = {"images": images, "webdataset": images, "jsonl": rows // 10}
+    for kind in arguments.kinds:
+        name, write, peer = KIND_SIDES[kind]
+        with tempfile.TemporaryDirectory() as temporary:
+            source = Path(temporary) / name
+            write(source, counts.get(kind, rows))
+            measure(kind, source, counts.get(kind, rows), ["ray_app", peer] if peers else ["ray_app"], rounds)
 
 
 if __name__ == "__main__":

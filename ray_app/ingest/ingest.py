@@ -420,15 +420,15 @@ def _made_from(options: IngestOptions, reader: sources.SourceReader) -> dict[str
     if options.ids_of:
         chosen["ids_of"] = {name: digest_ids(values) for name, values in load_ids(options).items()}
     sha = hashlib.sha256()
+    root = to_location(str(options.input))
     for file in reader.files():
-        line = f"{_relative_name(file.location, options)}\0{file.size}\0{file.changed_ns}\n"
+        line = f"{_relative_name(file.location, root)}\0{file.size}\0{file.changed_ns}\n"
         sha.update(line.encode(errors="surrogateescape"))
     return {"options": chosen, "source_digest": sha.hexdigest(), "layout": LAYOUT}
 
 
-def _relative_name(file: Location, options: IngestOptions) -> str:
+def _relative_name(file: Location, root: Location) -> str:
     """Returns a file's name below the input: "." for the input itself, its last part for a pattern."""
-    root = to_location(str(options.input))
     if file == root:
         return "."
     return relative_path(file, root) if is_within(file, root) else file.name

@@ -25,6 +25,8 @@ from ray_app.storage.files import Location, list_files, put_atomic
 
 MAX_COMPARED = 1 << 20
 """Rows of a data set that are compared."""
+_MAX_UNMERGED = 3 << 19
+"""Rows of which an input split holds the hashes at most."""
 KNOWN_ROWS = "_known_rows-"
 """Beginning of the names of the files in a data set that have the hashes of its rows, one for each delivery."""
 _LABELS = ("label", "target")
@@ -67,7 +69,11 @@ def _hash_values(field: pa.Field, column: pa.Array) -> UInt64:
     elif is_ragged_list(kind) and is_number(kind.value_type) and not pa.types.is_boolean(kind.value_type):
         ends = np.cumsum(pc.fill_null(pc.list_value_length(column), 0).to_numpy()) * (kind.value_type.bit_width // 8)
         hashes = _hash_each(np.split(_read_items(pc.list_flatten(column)).reshape(-1), ends[:-1]))
-    elif is_text(kind) or is_bytes(kind):
+    elif is_bytes(kind):
+        # Without copies: these are files, which may have any size.
+        present = column.fill_null(b"") if column.null_count else column
+        hashes = _hash_each(value.as_buffer() for value in present)
+    elif is_text(kind):
         # Each different value is hashed once.
         encoded = column if pa.types.is_dictionary(kind) else column.cast(pa.large_binary()).dictionary_encode()
         different = _hash_each(encoded.dictionary.cast(pa.large_binary()).to_pylist())
@@ -131,13 +137,10 @@ class RowHashes:
     @classmethod
     def merge(cls, parts: Iterable[RowHashes]) -> RowHashes:
         """Returns the hashes of the rows of all parts."""
-        total = cls(0, 0, np.empty((0, 2), np.uint64), 1 << 64)
-        for part in parts:
-            limit = min(total.limit, part.limit)
-            hashes = np.concatenate([total.hashes, part.hashes])
-            content = (total.content + part.content) % (1 << 64)
-            total = cls(total.rows + part.rows, content, hashes, limit).with_limit(limit)
-        return total
+        every = [cls(0, 0, np.empty((0, 2), np.uint64), 1 << 64), *parts]
+        rows, content = sum(part.rows for part in every), sum(part.content for part in every) % (1 << 64)
+        limit = min(part.limit for part in every)
+        return cls(rows, content, np.concatenate([part.hashes for part in every]), limit).with_limit(limit)
 
     def with_limit(self, limit: int) -> RowHashes:
         """Returns the hashes below a limit, or below a lower one where there are too many of them."""
@@ -165,6 +168,13 @@ class RowHashes:
         stored = np.load(io.BytesIO(file.read_bytes()))
         rows, content, limit = map(int, stored["facts"])
         return cls(rows, content, stored["hashes"], limit + 1)
+
+
+def add_hashes(parts: list[RowHashes], table: pa.Table, ignored: Collection[str]) -> None:
+    """Appends the hashes of the rows of a table; `RowHashes.merge` of all, which copies them, is made now and then."""
+    parts.append(RowHashes.of(*hash_rows(table, ignored)))
+    if sum(len(part.hashes) for part in parts) > _MAX_UNMERGED:
+        parts[:] = [RowHashes.merge(parts)]
 
 
 def keep_hashes(folder: Location, hashes: RowHashes, number: int) -> RowHashes:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _BATCH_BYTES = 1 << 20
 """Bytes of a run that are read together."""
 _MERGED_BYTES = 8 << 20
 """Bytes of a bucket that are sorted together."""
+_HASHED_ROWS = 1 << 16
+"""Rows of which the ids are Python objects at a time."""
+_MAPPED_PARTS = 4
+"""Parts in which a bucket on a disk is read, since what is mapped counts as memory of the process."""
 _HASH, _FIRST_HASHES = "__hash__", b"ray_app.first"
 _HASH_END = 1 << 63
 """Smallest number above every hash."""
@@ -72,7 +77,7 @@ class Runs(RowWriter):
     def _end_run(self) -> None:
         table = pa.concat_tables(self._pending, promote_options="default").combine_chunks()
         self._pending, self._pending_bytes = [], 0
-        hashes = _hash_all(table["row_id"].to_pylist())
+        hashes = _hash_all(table["row_id"])
         order = np.argsort(hashes, kind="stable")
         sizes = row_bytes(table)
         parts = list(_cut(order, sizes))
@@ -87,17 +92,21 @@ class Runs(RowWriter):
             {"path": path.name, "rows": len(order), "row_bytes": int(sizes.sum()), "bytes": path.stat().st_size}
         )
         publish(path, self._folder / path.name)
+        # Freed memory of the run would stay with the process until the next run has taken its own.
+        del table
+        pa.default_memory_pool().release_unused()
 
 
-def _hash_all(row_ids: list[str]) -> Int64:
+def _hash_all(row_ids: pa.ChunkedArray) -> Int64:
     """Returns the hashes by which rows are ordered, from 0 to below `_HASH_END`."""
     # A copy of a hash object takes half the time of a new one.
     copy_keyed = hashlib.blake2b(digest_size=8, key=b"mixed").copy
     digests = bytearray()
-    for row_id in row_ids:
-        hashed = copy_keyed()
-        hashed.update(row_id.encode())
-        digests += hashed.digest()
+    for first in range(0, len(row_ids), _HASHED_ROWS):
+        for row_id in row_ids.slice(first, _HASHED_ROWS).cast(pa.binary()).to_pylist():
+            hashed = copy_keyed()
+            hashed.update(row_id)
+            digests += hashed.digest()
     return (np.frombuffer(digests, ">u8") >> 1).astype(np.int64)
 
 
@@ -145,10 +154,10 @@ def make_bucket_tasks(
     if not runs:
         return []
     count = max(1, -(-sum(run["row_bytes"] for run in runs) // BUCKET_BYTES))
-    bounds = [_HASH_END * i // count for i in range(count + 1)]
     names = tuple(run["path"] for run in runs)
     common = names, options, folder, classes
-    return [BucketTask(side, i, bounds[i], bounds[i + 1], *common, f"{stem}{i:05d}") for i in range(count)]
+    parts = enumerate(_divide(0, _HASH_END, count))
+    return [BucketTask(side, i, low, high, *common, f"{stem}{i:05d}") for i, (low, high) in parts]
 
 
 def write_bucket(task: BucketTask) -> dict[str, Any]:
@@ -157,17 +166,23 @@ def write_bucket(task: BucketTask) -> dict[str, Any]:
     record: dict[str, Any] | None = read_json(task.record)
     if record is not None and has_files(side, record["shards"]):
         return record
-    parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, task.low, task.high)]
     with make_scratch(task.folder) as scratch:
         shards = Shards(side, task.stem, Path(scratch) / "bucket", task.options.limits, task.classes)
-        count = 1 + sum(part.nbytes for part in parts) // _MERGED_BYTES
-        for i in range(count):
-            low, high = (task.low + (task.high - task.low) * j // count for j in (i, i + 1))
-            shards.write(_merge([_between(part, low, high) for part in parts]))
+        for low, high in _divide(task.low, task.high, _MAPPED_PARTS if isinstance(task.folder, Path) else 1):
+            parts = [part for name in task.runs for part in _read_run(task.folder / RUNS / name, low, high)]
+            # A range of hashes of a few rows may have none.
+            for bounds in _divide(low, high, 1 + sum(part.nbytes for part in parts) // _MERGED_BYTES) if parts else ():
+                shards.write(_merge([_between(part, *bounds) for part in parts]))
         shards.close()
     record = shards.description()
     put_json(task.record, record)
     return record
+
+
+def _divide(low: int, high: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of `count` equal parts of the hashes from `low` to below `high`."""
+    bounds = [low + (high - low) * i // count for i in range(count + 1)]
+    return pairwise(bounds)
 
 
 def _merge(parts: list[pa.Table]) -> pa.Table:

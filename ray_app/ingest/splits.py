@@ -31,7 +31,7 @@ from ray_app.data.split_times import ALLOWED_TIMES, find_first_eval_time, find_n
 from ray_app.errors import ConfigError, DataError, remove_addresses
 from ray_app.ingest.additions import Addition, stem_of
 from ray_app.ingest.ids import IdNumbers, Ids, distinct_ids, load_ids, merge_ids
-from ray_app.ingest.leakage import Overlaps, RowHashes, hash_rows
+from ray_app.ingest.leakage import Overlaps, RowHashes, add_hashes
 from ray_app.ingest.options import IngestOptions
 from ray_app.ingest.output_folder import HASHES, RECORDS, RUNS, has_files, make_scratch, side_folder
 from ray_app.ingest.readers import sources
@@ -208,11 +208,11 @@ def write_input_split(task: InputSplitTask) -> Record:
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}
-        hashes = {side: RowHashes.merge([]) for side in task.sides}
+        hashes: dict[str, list[RowHashes]] = {side: [] for side in task.sides}
 
         def write(divided: dict[str, pa.Table]) -> None:
             for side, rows in divided.items():
-                hashes[side] = RowHashes.merge([hashes[side], RowHashes.of(*hash_rows(rows, task.ignored))])
+                add_hashes(hashes[side], rows, task.ignored)
                 sinks[side].write(rows)
 
         # A table is written while the next one is read, so that one large file is ingested on two CPUs.
@@ -226,7 +226,7 @@ def write_input_split(task: InputSplitTask) -> Record:
             written.result()
         for side, sink in sinks.items():
             sink.close()
-            hashes[side].put(task.hashes(side))
+            RowHashes.merge(hashes[side]).put(task.hashes(side))
     rows = sum(sink.rows for sink in sinks.values()) + len(refusals.rows)
     expected = task.input_split.rows
     if expected is not None and rows != expected:

@@ -423,7 +423,11 @@ class TextColumns:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(NULLS))))
         row_ids, values = row_ids.filter(present), values.filter(present)
         patterns = (self._number, _WRITTEN, _TRUTH, r"^[+-]?0[\dxX]")
-        numbers, written, truth, zeros = (pc.match_substring_regex(values, pattern) for pattern in patterns)
+        # Each different value is compared once: a regular expression takes several times as long as the look-up.
+        encoded = values.combine_chunks().dictionary_encode()
+        numbers, written, truth, zeros = (
+            pc.match_substring_regex(encoded.dictionary, pattern).take(encoded.indices) for pattern in patterns
+        )
         matches_of = {
             "numbers": numbers,
             "zeros": pc.and_(numbers, zeros),

@@ -163,7 +163,8 @@ class ImageClassification(Classification):
         pixels = torch.from_numpy(decode_image(data, self.exif_orientation))
         if pixels.ndim != 3:
             raise ValueError(f"the image has {len(pixels)} frames; a classifier needs still images")
-        return transforms.center_crop(transforms.resize(pixels, [self.size], antialias=True), [self.size]).numpy()
+        resized = transforms.resize_image(pixels, [self.size], antialias=True)
+        return transforms.center_crop_image(resized, [self.size]).numpy()
 
     def build_model(self) -> nn.Module:
         """Builds `small_cnn` or the classifier of torchvision."""

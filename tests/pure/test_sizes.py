@@ -21,7 +21,7 @@ CEILINGS = {
     "ray_app/drill": 2_970,
     "ray_app/driver": 3_169,
     "ray_app/evaluate": 665,
-    "ray_app/ingest": 9_389,
+    "ray_app/ingest": 9_440,
     "ray_app/keras": 1_514,
     "ray_app/models": 2_338,
     "ray_app/plan": 926,
@@ -33,13 +33,13 @@ CEILINGS = {
     "ray_app/runlog": 2_427,
     "ray_app/storage": 1_502,
     "ray_app/submit": 736,
-    "ray_app/task": 11_321,
+    "ray_app/task": 11_322,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
     "ray_app/tune": 1_930,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_535,
-    "tests": 78_423,
+    "tests": 78_436,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

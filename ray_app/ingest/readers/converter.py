@@ -88,7 +88,9 @@ class Form:
         """Returns the name under which a column is stored."""
         return column if column != self.label else "target" if self.has_label_lists else "label"
 
-    def convert(self, file: File, table: pa.Table, ids: Sequence[str], refuse: sources.Refuse) -> Iterator[pa.Table]:
+    def convert(
+        self, file: File, table: pa.Table, ids: Sequence[str] | pa.Array, refuse: sources.Refuse
+    ) -> Iterator[pa.Table]:
         """Yields the rows of a table in this form, and refuses those that cannot be used; `ids` has their ids."""
         columns = self._read_columns(file, to_plain(table))
         faults: dict[int, str] = {}
@@ -100,7 +102,7 @@ class Form:
         good = np.ones(len(ids), np.bool_)
         good[list(faults)] = False
         kept = {name: column.filter(pa.array(good)) for name, column in columns.items()}
-        kept_ids = [ids[i] for i in np.flatnonzero(good).tolist()]
+        kept_ids = pa.array(ids, pa.string()).filter(pa.array(good))
         # The arrays of lists of classes are as wide as there are classes.
         step = sources.BLOCK_BYTES // (4 * len(self.classes or ()) + 1) if self.has_label_lists else len(kept_ids)
         for start in range(0, max(len(kept_ids), 1), max(1, step)):

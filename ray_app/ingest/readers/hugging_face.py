@@ -14,7 +14,10 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ray_app.data.dataset import index_columns
 from ray_app.data.plain_columns import is_image, plain_schema, to_plain
@@ -47,7 +50,7 @@ _SAVE_AGAIN = "The file is not as save_to_disk writes it; save the data set agai
 _NUMBERED = re.compile(r"-(\d{5})-of-(\d{5}).*$")
 _NUMBER = re.compile(r"([-_.]\d+)+$")
 _SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(sources.SPLITS)})(?=[-_.]|$)", re.IGNORECASE)
-_BATCH_ROWS, _LABEL_ROWS = 1000, 100_000
+_MAX_BATCH_ROWS, _LABEL_ROWS = 1 << 16, 100_000
 _NO_SPLITS = ("", "part", "data", "file", "shard", "chunk")
 _FILE_MAGIC = b"ARROW1"
 """Beginning of Arrow's file format, which pandas (Feather) and Polars write; `datasets` writes the stream format."""
@@ -217,14 +220,15 @@ def _schema(file: File) -> pa.Schema:
 
 @contextmanager
 def _open_batches(
-    file: File, columns: list[str] | None = None, batch_rows: int = _BATCH_ROWS
+    file: File, columns: list[str] | None = None, batch_rows: int | None = None
 ) -> Iterator[tuple[pa.Schema, Iterator[Any]]]:
-    """Opens a file and gives its schema and record batches."""
+    """Opens a file and gives its schema and record batches; batches of Parquet have about `BLOCK_BYTES` by default."""
     with parser_errors(file, "The file is damaged or has another format; save it again."):
         if file.location.name.endswith(".parquet"):
             parquet_file = open_parquet(file.location)
             schema, names = _select_columns(file, parquet_file.schema_arrow, columns)
-            yield schema, parquet_file.iter_batches(batch_rows, columns=names, use_threads=False)
+            rows = batch_rows or _rows_of_block(parquet_file.metadata)
+            yield schema, parquet_file.iter_batches(rows, columns=names, use_threads=False)
         else:
             is_local = isinstance(file.location, Path)
             source = pa.memory_map(str(file.location)) if is_local else pa.PythonFile(file.open(), "r")
@@ -236,6 +240,12 @@ def _open_batches(
                 _read_to_end(reader, source) if is_stream else map(reader.get_batch, range(reader.num_record_batches))
             )
             yield schema, (batch.select(names) for batch in batches)
+
+
+def _rows_of_block(footer: pq.FileMetaData) -> int:
+    """Returns how many rows of a file have about `BLOCK_BYTES` before compression, at most `_MAX_BATCH_ROWS`."""
+    num_bytes = sum(footer.row_group(i).total_byte_size for i in range(footer.num_row_groups))
+    return max(1, min(_MAX_BATCH_ROWS, sources.BLOCK_BYTES * footer.num_rows // max(1, num_bytes)))
 
 
 def _select_columns(file: File, schema: pa.Schema, columns: list[str] | None) -> tuple[pa.Schema, list[str]]:
@@ -255,7 +265,7 @@ def _refuse_repeated(file: File, names: list[str]) -> None:
         )
 
 
-def _read(file: File, columns: list[str], batch_rows: int = _BATCH_ROWS) -> Iterator[pa.Table]:
+def _read(file: File, columns: list[str], batch_rows: int | None = None) -> Iterator[pa.Table]:
     """Yields some columns of a file by `to_plain`, where it has them, in tables of about `BLOCK_BYTES`.
 
     The first table has no rows.
@@ -325,7 +335,8 @@ def _tables(form: Form, files: list[File], refuse: sources.Refuse) -> Iterator[p
     for file in files:
         row, name = 0, file.name
         for table in _read(file, form.schema.names):
-            ids = [f"{name}:{i}" for i in range(row, row + len(table))]
+            numbers = pa.array(np.arange(row, row + len(table)))
+            ids = pc.binary_join_element_wise(name, numbers.cast(pa.string()), ":")
             row += len(table)
             if len(table):
                 yield from form.convert(file, table, ids, refuse)

@@ -423,7 +423,8 @@ def object_tables(
     check: bool, segmentation: bool, rows: Iterable[ObjectRow], refuse: sources.Refuse
 ) -> Iterator[pa.Table]:
     """Yields the tables of images with `boxes`, `labels` and, with `segmentation`, `mask`; refuses unusable rows."""
-    for block in sources.batch_rows(_read(check, segmentation, rows, refuse), lambda item: len(item[1])):
+    read = _read(check, segmentation, rows, refuse)
+    for block in sources.batch_rows(read, lambda item: len(item[1]), sources.FILES_BYTES):
         some = [item[0] for item in block]
         columns: dict[str, Any] = {
             "image": pa.array([item[1] for item in block], pa.binary()),

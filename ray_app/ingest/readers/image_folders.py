@@ -467,7 +467,8 @@ class _Form:
 
 
 def _tables(form: _Form, rows: list[ImageRow], values: pa.Table, refuse: sources.Refuse) -> Iterator[pa.Table]:
-    for block in sources.batch_rows(_read(form, rows, refuse), lambda row: len(row[2]) + len(row[3] or b"")):
+    read = _read(form, rows, refuse)
+    for block in sources.batch_rows(read, lambda row: len(row[2]) + len(row[3] or b""), sources.FILES_BYTES):
         indices, ids, images, masks = (list(column) for column in zip(*block, strict=True))
         columns: dict[str, Any] = {"image": pa.array(images, pa.binary())}
         if masks[0] is not None:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -35,6 +35,8 @@ from ray_app.storage.files import Location, to_location
 from ray_app.task.images import decode_image
 
 BLOCK_BYTES = 16 << 20
+FILES_BYTES = 4 << 20
+"""Bytes of the files that become one table; several such tables and their copies are in memory."""
 SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "eval"),
@@ -127,7 +129,7 @@ class SourceReader(ABC):
     def parts(self, run: Run) -> list[Part]:
         """Returns the data sets of the source; may read the input once, by `run`, to learn its types and classes."""
 
-    @property
+    @cached_property
     def path(self) -> Location:
         """The file or folder."""
         return to_location(self.pattern)
@@ -277,14 +279,14 @@ def make_table(row_ids: Sequence[str] | pa.Array, columns: dict[str, Array | pa.
     return pa.table(arrays, pa.schema(fields))
 
 
-def batch_rows(rows: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields rows in lists of about `BLOCK_BYTES` bytes."""
+def batch_rows(rows: Iterable[T], size: Callable[[T], int], max_bytes: int = BLOCK_BYTES) -> Iterator[list[T]]:
+    """Yields rows in lists of about `max_bytes` bytes."""
     block: list[T] = []
     num_bytes = 0
     for row in rows:
         block.append(row)
         num_bytes += size(row)
-        if num_bytes >= BLOCK_BYTES:
+        if num_bytes >= max_bytes:
             yield block
             block, num_bytes = [], 0
     if block:

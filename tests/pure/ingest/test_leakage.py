@@ -14,7 +14,7 @@ import pytest
 from ray_app import ingest_arrays, ingest_table
 from ray_app.data.arrays import to_column
 from ray_app.ingest import leakage
-from ray_app.ingest.leakage import RowHashes, find_equal_rows, hash_rows
+from ray_app.ingest.leakage import RowHashes, add_hashes, find_equal_rows, hash_rows
 
 
 def leaks_of(folder: Path, side: str = "eval") -> dict[str, Any]:
@@ -130,3 +130,15 @@ def test_many_rows_are_compared_by_a_common_sample(monkeypatch: pytest.MonkeyPat
     assert len(train.hashes) <= 1000
     assert 300 < counts["compared"] < 1000
     assert abs(counts["equal"] / counts["compared"] - 2 / 3) < 0.06
+
+
+def test_hashes_that_are_added_table_by_table_are_those_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leakage, "MAX_COMPARED", 500)
+    monkeypatch.setattr(leakage, "_MAX_UNMERGED", 700)
+    table, parts = pa.table({"x": np.arange(5000)}), list[RowHashes]()
+    for low in range(0, 5000, 37):
+        add_hashes(parts, table.slice(low, 37), ())
+        assert sum(len(part.hashes) for part in parts) <= 700
+    added, whole = RowHashes.merge(parts), RowHashes.merge([RowHashes.of(*hash_rows(table, ()))])
+    assert (added.rows, added.content, added.limit) == (whole.rows, whole.content, whole.limit)
+    assert added.hashes.tolist() == whole.hashes.tolist()

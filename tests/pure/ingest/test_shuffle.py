@@ -51,10 +51,11 @@ def test_the_mixed_order_depends_on_the_rows_alone(tmp_path: Path, monkeypatch: 
     for i in range(3):
         (tmp_path / "in" / f"{i}.csv").write_text("a\n" + "".join(f"{i}{j:03d}\n" for j in range(200)))
     outputs = []
-    for number, (split_bytes, run_bytes, batch_bytes, merged_bytes) in enumerate(
-        [(1 << 20, 1 << 20, 1 << 20, 1 << 20), (1, 1000, 300, 500)]
+    names = ("RUN_BYTES", "_BATCH_BYTES", "_MERGED_BYTES", "_MAPPED_PARTS", "_HASHED_ROWS")
+    for number, (split_bytes, *sizes) in enumerate(
+        [(1 << 20, 1 << 20, 1 << 20, 1 << 20, 1, 1000), (1, 1000, 300, 500, 3, 7)]
     ):
-        for name, value in (("RUN_BYTES", run_bytes), ("_BATCH_BYTES", batch_bytes), ("_MERGED_BYTES", merged_bytes)):
+        for name, value in zip(names, sizes, strict=True):
             monkeypatch.setattr(shuffle, name, value)
         ingest(IngestOptions("csv", str(tmp_path / str(number)), str(tmp_path / "in"), split_bytes=split_bytes))
         outputs.append((tmp_path / str(number) / "part-00000.parquet").read_bytes())
