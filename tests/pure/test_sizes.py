@@ -33,12 +33,12 @@ CEILINGS = {
     "ray_app/runlog": 2_278,
     "ray_app/storage": 1_492,
     "ray_app/submit": 737,
-    "ray_app/task": 11_288,
+    "ray_app/task": 11_291,
     "ray_app/track": 1_031,
     "ray_app/train": 10_382,
     "ray_app/watch": 1_186,
     "ray_app/*.py": 2_501,
-    "tests": 76_980,
+    "tests": 76_979,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
