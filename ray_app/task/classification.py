@@ -124,13 +124,16 @@ def _is_narrow(scores: Tensor) -> bool:
     """Returns whether scores (rows, classes) are transposed for a softmax over their classes.
 
     The kernels of a CPU take several classes of a row at a time, and with fewer than that one after the other. Rows
-    they take several at a time, with the same bits for a cross-entropy, in a sixth of the time.
+    they take several at a time, in a sixth of the time and with other last bits.
     """
     return scores.is_cpu and scores.ndim == 2 and scores.shape[1] < _VECTOR_SIZE
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """Returns the softmax of scores over their last dimension, the classes, in float32."""
+    """Returns the softmax of scores over their last dimension, the classes, in float32, for an evaluation.
+
+    Its last bits depend on the number of rows, which is that of a chunk. A prediction may have any number of rows.
+    """
     scores = scores.float()
     return scores.t().contiguous().softmax(0).t().contiguous() if _is_narrow(scores) else scores.softmax(-1)
 
@@ -149,7 +152,7 @@ def predict_classes(scores: Tensor, classes: Sequence[str]) -> dict[str, npt.NDA
 
     `predicted` is the name of the class, `predicted_index` its index, and `confidence` the probability, 0 to 1.
     """
-    confidence, index = probabilities(scores).max(-1)
+    confidence, index = scores.float().softmax(-1).max(-1)
     return {
         "predicted": np.array(classes)[index.numpy()],
         "predicted_index": index.numpy(),
@@ -245,7 +248,7 @@ class Classification(Task):
     def answers(self, outputs: Tensor, batch: Batch) -> list[dict[str, Any]]:
         """Returns the name of the most probable class of each row, and the probabilities of all."""
         del batch
-        return class_answers(probabilities(outputs), self.classes)
+        return class_answers(outputs.float().softmax(-1), self.classes)
 
     def mistakes(self, outputs: Tensor, batch: Batch, max_rows: int) -> list[Mistake]:
         """Returns the wrong predictions with the highest confidence, see `Task.mistakes`."""
