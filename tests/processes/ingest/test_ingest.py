@@ -244,8 +244,8 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
         ({"source": "parquet", "input": "a"}, "needs no conversion"),
         ({"source": "numpy", "input": "a", "columns": ["b"]}, "only of images, csv, jsonl, webdataset, tfrecord, hf"),
         ({"source": "csv", "input": "a", "out": "a/b"}, "lies in the input"),
-        ({"source": "numpy", "input": "a", "label": "y"}, "only images, csv, jsonl, webdataset, tfrecord, hf have it"),
-        ({"source": "csv", "input": "a", "check": False}, "only images, coco, voc, yolo, webdataset, tfrecord, hf"),
+        ({"source": "numpy", "input": "a", "label": "y"}, "only of images, csv, jsonl, webdataset, tfrecord, hf"),
+        ({"source": "csv", "input": "a", "check": False}, "only of images, coco, voc, yolo, webdataset, tfrecord, hf"),
         ({"source": "csv", "input": "a", "pack": 1 << 31}, "at least 1 and at most 1048576"),
     ],
 )

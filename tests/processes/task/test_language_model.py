@@ -272,12 +272,12 @@ def test_transformers_loads_an_export(lora: dict[str, Any] | None, data: Path, t
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (CausalLanguageModel(spec(40)), "has tokens up to 49, the model knows 40, 0 to 39. Set the config's"),
+        (CausalLanguageModel(spec(40)), "has tokens up to 49, but the model knows 40, 0 to 39. Set the config's"),
         (CausalLanguageModel({"class_path": "torch.nn.KLDivLoss"}), "KLDivLoss.forward needs target besides the"),
         (CausalLanguageModel({"class_path": "torch.nn.ReLU"}, lora=LORA), "task.init_args.lora is for models of"),
         (
             CausalLanguageModel({"class_path": "torch.nn.Embedding", "init_args": dict.fromkeys(EMBEDDING, 40)}),
-            "has tokens up to 49, the model knows 40, 0 to 39",
+            "has tokens up to 49, but the model knows 40, 0 to 39",
         ),
         (CausalLanguageModel(spec(), lora={"r": 2, "layers": ["c_attn"]}), "unexpected keyword argument 'layers'"),
         (CausalLanguageModel(spec(), lora={"r": 2, "target_modules": ["qkv"]}), "task.init_args.lora is .*qkv.*"),
