@@ -16,7 +16,6 @@ from ray_app.report.charts import (
     Line,
     Point,
     Tone,
-    finite_points,
     line_chart,
     number,
     seconds,
@@ -183,9 +182,9 @@ def _best_figure(record: StudyRecord) -> list[Figure]:
 def _curves_figure(record: StudyRecord, ranked: Sequence[TrialResult], tones: dict[int, Tone]) -> list[Figure]:
     curves = defaultdict[int, list[Point]](list)
     for result in sorted(record.results, key=lambda one: one.rung):
-        if result.value is not None:
+        if result.value is not None and math.isfinite(result.value):
             curves[result.trial].append((float(result.epochs), result.value))
-    lines = [_line(result.trial, finite_points(curves[result.trial]), tones) for result in ranked[:_MAX_CURVES]]
+    lines = [_line(result.trial, curves[result.trial], tones) for result in ranked[:_MAX_CURVES]]
     return _figure(
         "Trials by epochs", "at the end of each rung", lines[::-1], Axis(record.metric), Axis("epoch", whole_ticks)
     )
