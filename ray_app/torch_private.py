@@ -368,8 +368,9 @@ def _is_fused_on_host(group: dict[str, Any]) -> bool:
     """Returns whether the fused kernel updates a group of parameters, and they and their rates are on the host."""
     first, numbers = next(iter(group["params"]), None), (group["lr"], *group["betas"])
     is_fused = group["fused"] and not group["differentiable"]
-    # A shard of FSDP has another type.
-    return is_fused and type(first) is nn.Parameter and first.is_cpu and all(type(n) is float for n in numbers)
+    # A shard of FSDP has another type, and a tensor of an accelerator a device with an index.
+    is_plain = type(first) is nn.Parameter and first.device.index is None
+    return is_fused and is_plain and all(type(number) is float for number in numbers)
 
 
 def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ray_app.devices import constant_tensor, to_device
+from ray_app.devices import HOST, constant_tensor, to_device
 from ray_app.errors import ConfigError, DataError
 from ray_app.plan.manifest import DataFacts
 from ray_app.task.annotations import Metric, MetricCollection
@@ -126,7 +126,7 @@ def _is_narrow(scores: Tensor) -> bool:
     The kernels of a CPU take several classes of a row at a time, and with fewer than that one after the other. Rows
     they take several at a time, in a sixth of the time and with other last bits.
     """
-    return scores.is_cpu and scores.ndim == 2 and scores.shape[1] < _VECTOR_SIZE
+    return scores.device == HOST and scores.ndim == 2 and scores.shape[1] < _VECTOR_SIZE
 
 
 def probabilities(scores: Tensor) -> Tensor:

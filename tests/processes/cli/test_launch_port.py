@@ -77,7 +77,7 @@ def test_a_machine_with_another_token_is_told_so_and_one_with_the_token_gets_the
 
 
 def test_the_message_for_a_taken_port_names_the_process() -> None:
-    match = r"cannot listen at port \d+ of 127.0.0.1: process \d+ has it"
+    match = r"cannot listen at port \d+ of 127.0.0.1: process \d+ uses it"
     with socket.create_server((LOCALHOST, 0)) as server, pytest.raises(RayAppError, match=match):
         Followers(server.getsockname(), TOKEN)
 

@@ -326,7 +326,7 @@ def test_a_cache_of_another_user_is_not_used(
         open_cache(job.source, "", cache_dir, 1.0).close()
         os.chown(root / cache_key(job.source, ""), 12345, 12345)
     assert cached_fetch(fetch_in_process, job.source, "", cache_dir, 1.0) is fetch_in_process
-    assert "belongs to another user" in caplog.text
+    assert "the owner is another user" in caplog.text
 
 
 def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

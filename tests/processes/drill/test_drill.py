@@ -123,7 +123,7 @@ def test_a_scenario_without_evidence_has_failed(
         (trace(digest="x"), "the parameters differ after the same rows and losses"),
         (trace(rows=7), "the run used 7 rows instead of 8"),
         (trace(steps=trace().steps | {3: (1.0, [1, 1], [5, 7])}), "from step 3 on, the rows differ"),
-        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on, the losses differ on the same"),
+        (trace(steps=trace().steps | {2: (1.5, [1, 1], [5, 6])}), "from step 2 on, the losses differ on the same rows"),
         (trace(steps=trace().steps | {5: (1.0, [1, 1], [5, 6])}), "step 5 is recorded in only one of the runs"),
     ],
 )

@@ -226,7 +226,7 @@ def test_rows_that_vanish_while_reading_are_an_error(tmp_path: Path, monkeypatch
             return [replace(part, input_splits=[replace(split, rows=6) for split in part.input_splits])]
 
     monkeypatch.setitem(READERS, "numpy", Shrinking)
-    with pytest.raises(DataError, match="6 rows expected, 5 read"):
+    with pytest.raises(DataError, match="6 rows expected, but 5 read"):
         ingest(IngestOptions("numpy", str(tmp_path / "out"), str(tmp_path / "d.npz")))
     assert not (tmp_path / "out").exists()
 

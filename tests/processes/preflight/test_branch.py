@@ -298,7 +298,7 @@ def test_a_branch_has_its_own_copy_and_is_resumed_as_it_is(straight: Job, data: 
     train_in_process(claim(resumed, 2).job, SingleProcessMembership(3, lambda: False), Hooks())
     assert newest(job)[1] == newest(straight)[1]
     shutil.rmtree(tmp_path / "branch" / "checkpoints")
-    with pytest.raises(CheckpointError, match="the checkpoint that it began with is gone"):
+    with pytest.raises(CheckpointError, match="the checkpoint with which it began is missing"):
         train_in_process(claim(prepare(config), 3).job, SingleProcessMembership(3, lambda: False), Hooks())
 
 

@@ -336,7 +336,9 @@ def test_a_resumed_run_keeps_the_number_of_workers_of_its_first_start(
     again = prepare(config)
     assert (again.job.config.scaling.max_workers, again.job.config.logical_workers, again.resumes) == (4, 4, True)
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    with pytest.raises(ConfigError, match=r"data\.global_batch_size is 64, not divisible by the 7 logical workers"):
+    with pytest.raises(
+        ConfigError, match=r"data\.global_batch_size is 64, which is not divisible by the 7 logical workers"
+    ):
         prepare(config.replace(run__name="other"))
 
 

@@ -467,10 +467,10 @@ def test_a_source_that_delivers_other_rows_is_refused(
             yield from fault(table) if i == table_index else [table]
 
     feed = feed_of(plan, Cursor(), range(4), open_streamed(dataset, plan, Cursor(), range(4), fetch_with_fault))
-    with pytest.raises(DataError, match=r"planned|too early"):
+    with pytest.raises(DataError, match=r"A read task delivered|planned|too early"):
         run_epoch(feed, plan)
     feed.close()
-    with pytest.raises(DataError, match=r"planned|rows too early"):
+    with pytest.raises(DataError, match=r"A read task delivered|planned|too early"):
         load_all(fetch_with_fault, source_of(dataset, plan, 5))
 
 

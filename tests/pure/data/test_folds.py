@@ -183,7 +183,7 @@ def test_a_stored_manifest_knows_which_rows_it_has(data: Path) -> None:
     assert len({manifest.digest for manifest in manifests}) == 10
     for manifest in manifests:
         assert Manifest.from_json(manifest.to_json()).digest == manifest.digest
-    with pytest.raises(DataError, match="its digest is not that of its files"):
+    with pytest.raises(DataError, match="its digest does not match its files"):
         Manifest.from_json(manifests[0].to_json().replace(manifests[0].selection, manifests[1].selection))
 
 
@@ -217,7 +217,7 @@ def test_folds_that_cannot_be_made_are_refused(data: Path, tmp_path: Path) -> No
         (("data__folds", 200), ("data__fold", 150)): "Fold 150 of 200 .* has 103 rows to train on and 0 to evaluate on",
         (("data__folds", 20), ("data__fold", 19), ("data__fold_by", "patient")): "or of different values of 'patient'",
         (("data__folds", 40), ("data__fold", 38), ("data__fold_by_time", "week")): "Lower data.folds",
-        (("data__fold_by", "target"),): "classes are integers or text",
+        (("data__fold_by", "target"),): "classes must be integers or text",
         (("data__fold_by_time", "label"),): "data.fold_by_time 'label' of part-0.parquet is a column of string",
         (("data__fold_by_time", "hour"),): "has no column 'hour'; its columns are date, day",
     }.items():

@@ -386,7 +386,9 @@ def test_encrypted_columns_are_refused_with_their_file(tmp_path: Path) -> None:
     for i in range(3):
         write_parquet(tmp_path / f"a{i}.parquet", table)
     write_encrypted(tmp_path / "b.parquet", table)
-    with pytest.raises(DataError, match=r"b.parquet has encrypted columns, so it cannot be read .*Write it again"):
+    with pytest.raises(
+        DataError, match=r"b.parquet has encrypted columns, so it cannot be read .*Write it without encryption"
+    ):
         open_dataset(str(tmp_path))
     (tmp_path / "b.parquet").unlink()
     assert open_dataset(str(tmp_path)).manifest.num_rows == 6, (

@@ -48,7 +48,7 @@ def test_later_data_is_numbered_as_an_earlier_data_set(tmp_path: Path) -> None:
     options: dict[str, Any] = {"ids": ["user"], "ids_of": str(tmp_path / "first"), "rename": {"user": "who"}}
     with pytest.raises(DataError, match=r"row table.arrow:1: user is 'new'; expected one of the 7 ids of .*/first"):
         ingest_table(str(tmp_path / "out"), later, **options)
-    with pytest.raises(DataError, match="'user', which holds int64; the ids are string"):
+    with pytest.raises(DataError, match="'user', a column of int64, but the ids are string"):
         ingest_table(str(tmp_path / "out"), pa.table({"user": [1]}), **options)
     assert ingest_table(str(tmp_path / "out"), later, on_bad_row="skip", **options).parts[""].refused == 2
     assert read_columns(tmp_path / "out")["who"] == [6, 1]

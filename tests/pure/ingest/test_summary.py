@@ -317,7 +317,7 @@ def test_a_preview_says_that_refused_rows_are_listed_by_an_ingest(tmp_path: Path
     options = IngestOptions("csv", input=str(tmp_path / "a.csv"), label="y", on_bad_row="skip")
     (part,) = preview(options).parts.values()
     assert str(part) == (
-        "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in _refused.jsonl, with the reason)"
+        "data set: first 2 rows, 1 class, 1 row refused (an ingest lists them in _refused.jsonl, with reasons)"
     )
 
 

@@ -80,7 +80,7 @@ def test_a_photo_is_decoded_as_the_ingest_and_the_evaluation_do(tmp_path: Path) 
     assert answer.keys() == {"label", "probability", "probabilities"}
     assert answer["probabilities"].keys() == {"cat", "dog"}
     assert answer["probability"] == max(answer["probabilities"].values()) == answer["probabilities"][answer["label"]]
-    for bad, reason in ((tmp_path / "no.jpg", "No such file"), (b"text", "no image"), (np.ones((2, 2)), "float64")):
+    for bad, reason in ((tmp_path / "no.jpg", "No such file"), (b"text", "not an image"), (np.ones((2, 2)), "float64")):
         with pytest.raises(DataError, match=f"(no.jpg|image 1, counted from 0) cannot be used: .*{reason}"):
             model.predict([files[0], bad])
 

@@ -85,7 +85,7 @@ def test_an_export_returns_no_scores_for_no_rows(predictor: ModelPredictor) -> N
         ({"fare": [1.0, None]}, "row 1, counted from 0: column 'fare' is NaN or infinite"),
         ({"fare": [1.0, math.inf]}, "row 1, counted from 0: column 'fare' is NaN or infinite"),
         ({"fare": [1.0, 1e300]}, "row 1, counted from 0: column 'fare', as float32 and divided by"),
-        ({"fare": [1.0, "much"]}, "row 1, counted from 0: column 'fare': it holds"),
+        ({"fare": [1.0, "much"]}, "row 1, counted from 0: column 'fare': the column holds"),
         ({"sex": ["male", None]}, "row 1, counted from 0: column 'sex' has no value"),
         ({"day": ["2026-11-27", "soon"]}, "row 1, counted from 0: column 'day': 'soon' is not a date of ISO 8601"),
         ({"sex": ["male"]}, "different numbers of rows: 'sex' 1, 'fare' 2"),

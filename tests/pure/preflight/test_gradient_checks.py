@@ -148,7 +148,7 @@ def test_a_part_counts_as_unused_only_if_none_of_the_tried_rows_uses_it(
     tmp_path: Path, x: list[float], names: str | None
 ) -> None:
     warnings = regression_warnings(tmp_path, x, DECAYED, {"some": True})
-    assert [f"tried: {names}. A" in warning for warning in warnings] == [True] * (names is not None)
+    assert [f"dry run: {names}. A" in warning for warning in warnings] == [True] * (names is not None)
 
 
 def test_activation_checkpointing_makes_no_parameter_count_as_unused() -> None:

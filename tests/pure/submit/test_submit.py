@@ -112,7 +112,7 @@ def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatc
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
     }
     assert "value" not in section.command(["-m", "ray_app", "train"], load_config(DIGITS))
-    with pytest.raises(ConfigError, match=r"submit\.env names MISSING, not set here"):
+    with pytest.raises(ConfigError, match=r"submit\.env names MISSING, which is not set here"):
         SubmitSection(env="SOME_TOKEN, MISSING").environment({"SOME_TOKEN": "value"})
     other = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
     assert SubmitSection(env="RAY_JOB_STOP_WAIT_TIME_S").environment(other) == other
@@ -221,7 +221,7 @@ def test_other_files_that_look_like_secrets_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     [finding] = check_secret_files(list_job_files(load_config(DIGITS), SubmitSection(working_dir=str(tmp_path))))
     assert finding.level == "warning"
-    assert "in it: a.crt, credentials, gcp.json, my_token.txt, secrets/db. All users" in finding.text
+    assert "key: a.crt, credentials, gcp.json, my_token.txt, secrets/db. All users" in finding.text
 
 
 @pytest.mark.parametrize("folder", ["/", "~", "~/..", "link"])

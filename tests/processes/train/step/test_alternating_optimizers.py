@@ -248,7 +248,7 @@ def test_optimizers_in_yaml_are_checked_against_their_signatures(tmp_path: Path)
     assert load_config(file) == config
     for text, message in (
         ("lr: 0.002", "optimizers.critic: torch.optim.Adam has no argument .lrr.. Did you mean lr"),
-        ("steps: 2", "optimizers.critic has stepps; there are"),
+        ("steps: 2", "optimizers.critic has the unknown keys stepps"),
     ):
         file.write_text(header + ON_PAGE["yaml"].replace(text, text.replace("lr", "lrr").replace("steps", "stepps"), 1))
         with pytest.raises(ConfigError, match=message):

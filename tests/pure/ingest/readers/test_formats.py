@@ -155,8 +155,8 @@ def test_an_enormous_image_is_refused_before_it_is_decoded(
             ["dog/1.png", "not an image that can be decoded", "--check false"],
         ),
         (lambda path: (path / "dog" / "1.png").write_bytes(b""), ["dog/1.png", "the file is empty"]),
-        (lambda path: Image.new("F", (4, 4)).save(path / "dog" / "2.tif"), ["dog/2.tif", "of mode F", "Convert"]),
-        (write_animated_gif, ["dog/2.gif", "it has 2 frames", "first_frame"]),
+        (lambda path: Image.new("F", (4, 4)).save(path / "dog" / "2.tif"), ["dog/2.tif", "the mode F", "Convert"]),
+        (write_animated_gif, ["dog/2.gif", "the file has 2 frames", "first_frame"]),
     ],
 )
 def test_bad_images_are_refused(tmp_path: Path, change: Any, expected: list[str]) -> None:
