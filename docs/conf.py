@@ -30,6 +30,7 @@ nitpick_ignore_regex = [
         r"ray_app\.config\.(sections|import_paths)\.\w+",
     ),
     ("py:class", r"ray_app\.(train\.job\.Job|report\.facts\.Facts|keras\.strategies\.Strategy|reduction\.reducer\.T)"),
+    ("py:class", r"ray_app\.tune\.(options\.TuneSection|scheduler\.Promotion|samplers\.Observed)"),
 ]
 
 html_theme = "furo"
