@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_929,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_536,
-    "tests": 78_442,
+    "tests": 78_443,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -144,8 +144,9 @@ def test_the_longest_row_is_also_tried_with_a_language_model(tmp_path: Path, pla
     assert f"the longest row of data.path {long} ({LONGEST} numbers)" in refusal_of(task, long, plain, tmp_path)
     assert f"the longest row of data.eval_path {long} ({LONGEST} numbers)" in refusal_of(task, plain, long, tmp_path)
     more = write(tmp_path / "more", words=60)
-    assert f"data.eval_path {more}: Column 'tokens' has tokens up to 59, but the model knows 50, 0 to 49." in refusal_of(
-        task, plain, more, tmp_path
+    assert (
+        f"data.eval_path {more}: Column 'tokens' has tokens up to 59, but the model knows 50, 0 to 49."
+        in refusal_of(task, plain, more, tmp_path)
     )
     config["n_positions"] = LONGEST
     start(task, long, long, tmp_path)
