@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,12 +279,17 @@ def check_same_config(
         return
     shown_old = {key: value for key, value in whole[0].items() if key in new} | old
     shown_new = {key: value for key, value in whole[1].items() if key in old} | new
-    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (shown_old, shown_new))
-    diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
+    diff = describe_changes(shown_old, shown_new)
     raise RunExistsError(
         f"The run {name!r} exists with another configuration or other data:\n{diff}\n(-: of the run, +: of this start)."
         " Nothing was changed. Choose another run.name for a new run, or restore the run's values to resume it."
     )
+
+
+def describe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Returns the fields that differ, a line for each: `-` and the old value, `+` and the new one."""
+    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
+    return "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
 
 
 def default_tracking_uri(config: Config) -> str:

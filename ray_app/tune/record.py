@@ -6,7 +6,6 @@ What trials have trained and scored is in their run directories.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from ray_app.config.config import Config, digest_json, flatten, result_fields
+from ray_app.config.config import Config, describe_changes, digest_json, flatten, result_fields
 from ray_app.errors import RunExistsError
 from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
 from ray_app.storage.files import Location, put_atomic, read_json, to_json, to_location
@@ -208,8 +207,7 @@ def refuse_other_study(name: str, old: Mapping[str, Any], new: Mapping[str, Any]
     """Raises RunExistsError with the differences if the study of this name decides by something else."""
     if old == new:
         return
-    before, after = ([f"{key}: {value}" for key, value in sorted(fields.items())] for fields in (old, new))
-    diff = "\n".join(line for line in difflib.ndiff(before, after) if line[0] in "-+")
+    diff = describe_changes(old, new)
     raise RunExistsError(
         f"The study {name!r} exists with another configuration:\n{diff}\n(-: of the study, +: asked for now). Nothing"
         " was changed. Give another tune.name for a new study, or the study's own values to continue it."
