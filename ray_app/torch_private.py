@@ -317,60 +317,7 @@ def remove_compiler_hooks(optimizer: type[Optimizer]) -> None:
         # Otherwise each step would look for an accelerator, to ask whether it captures a graph.
         if not torch.accelerator.is_available():
             optimizer._accelerator_graph_capture_health_check = lambda self: None  # type: ignore[method-assign]
-        plain = vars(step)["__wrapped__"]
-        if step is torch.optim.Adam.step:
-            plain = _on_host_directly(plain)
-        optimizer.step = _hooked(_with_grad(plain))  # type: ignore[method-assign]
-
-
-_ONE = torch.tensor(1.0)
-"""Added to the steps of all parameters: torch makes a number a tensor for each of them, 7 us for six.
-
-With `alpha` it is not taken for a number.
-"""
-
-
-def _on_host_directly(adam_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the step of Adam and AdamW, which calls the fused kernel on the host by itself.
-
-    torch sorts all tensors by device and dtype before that, and checks arguments for its compiler, in half as many
-    calls as the rest of a small step has. The kernel takes any dtypes. Other steps are those of `adam_step`.
-    """
-
-    @functools.wraps(adam_step)
-    def stepped(self: Any, closure: Any = None) -> Any:
-        # The loss scaler of torch sets two attributes for the kernel.
-        is_plain = closure is None and not {"grad_scale", "found_inf"} & vars(self).keys()
-        if not is_plain or not all(map(_is_fused_on_host, self.param_groups)):
-            return adam_step(self, closure)
-        for group in self.param_groups:
-            lists: list[list[Tensor]] = [[], [], [], [], [], []]
-            self._init_group(group, *lists)
-            if not lists[0]:
-                continue
-            torch._foreach_add_(lists[-1], _ONE, alpha=1.0)
-            (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
-                *lists,
-                amsgrad=group["amsgrad"],
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-            )
-        return None
-
-    return stepped
-
-
-def _is_fused_on_host(group: dict[str, Any]) -> bool:
-    """Returns whether the fused kernel updates a group of parameters, and they and their rates are on the host."""
-    first, numbers = next(iter(group["params"]), None), (group["lr"], *group["betas"])
-    is_fused = group["fused"] and not group["differentiable"]
-    # A shard of FSDP has another type, and a tensor of an accelerator a device with an index.
-    is_plain = type(first) is nn.Parameter and first.device.index is None
-    return is_fused and is_plain and all(type(number) is float for number in numbers)
+        optimizer.step = _hooked(_with_grad(vars(step)["__wrapped__"]))  # type: ignore[method-assign]
 
 
 def _with_grad(step: Callable[..., Any]) -> Callable[..., Any]:

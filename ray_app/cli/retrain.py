@@ -51,7 +51,7 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str] | None, console: 
         try:
             rollback = roll_back(config, options.rollback)
         except RegistryError as error:
-            raise ConfigError(f"No rollback was made: {error}") from error
+            raise ConfigError(f"The rollback was refused: {error}") from error
         console.print(
             f"rolled back to version {rollback.to} from version {rollback.version}: {rollback.reason}",
             markup=False,

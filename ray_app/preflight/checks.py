@@ -479,7 +479,7 @@ CHECKS = (
     # Trainings of a few steps in processes of their own, several at a time.
     Check("randomness", 7, "Equal rows, keys and torch seeds give equal results; no other generator is used.",
           try_repetitions, at_start=False),
-    Check("training", 0, f"{STEPS} steps on one worker, run twice, give bit-identical parameters.",
+    Check("training", 0, f"{STEPS} steps on one worker give bit-identical parameters when repeated.",
           compare_repetition, at_start=False),
     Check("workers", 3, f"{STEPS} steps on one worker and on {WORKERS} give bit-identical parameters.",
           compare_workers, applies=is_repeatable, at_start=False),

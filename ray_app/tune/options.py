@@ -46,7 +46,7 @@ class StudyBudget:
 
 @dataclass(frozen=True)
 class TuneSection:
-    """Which settings a study tries, on how many trials, and how it chooses among them.
+    """The settings that a study tries, the number of its trials, and the rules by which it compares them.
 
     Args:
         name: Name of the study and of its folder below `run.storage_path`. A start with the name of an existing study

@@ -1,4 +1,4 @@
-"""Which trials of a study go on: successive halving, synchronous (`halving`) or not (`asha`), or none of it.
+"""The schedulers that promote the trials of a study: synchronous and asynchronous successive halving, or neither.
 
 The scheduler is a state machine that neither reads files nor knows time: `put` adds a result and returns the trials
 that it promotes. Rungs do not affect each other's decisions, except that the promotions of a rung, in their order, are

@@ -35,10 +35,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ray_app.torch_private import remove_compiler_hooks
 from ray_app.task.environment import use_deterministic_algorithms
 
-def trained(kind, hooks="none", steps=3, **fields):
+def trained(kind, hooks="none", steps=3):
     torch.manual_seed(0)
     model, hooked = torch.nn.Linear(5, 3), []
-    optimizer = kind(model.parameters(), lr=0.1, **fields)
+    optimizer = kind(model.parameters(), lr=0.1)
     if hooks == "own":
         optimizer.register_step_post_hook(lambda *_: hooked.append(torch.is_grad_enabled()))
     if hooks == "of all":
@@ -50,37 +50,28 @@ def trained(kind, hooks="none", steps=3, **fields):
     if hooks == "of all":
         of_all.remove()
     optimizer.load_state_dict(optimizer.state_dict())
-    state = [value.tolist() for values in optimizer.state.values() for value in values.values()]
-    return [p.tolist() for p in model.parameters()], state, hooked
+    return [p.tolist() for p in model.parameters()], hooked
 
 use_deterministic_algorithms(True)
-kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW), {}
+kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad), {}
 changed = [type(kind.__name__, (kind,), {}) for kind in kinds]
 for kind in changed:
     remove_compiler_hooks(kind)
 ways = "none", "own", "of all"
-fused = [{"fused": True, "eps": 0.1}, {"fused": True, "amsgrad": True, "maximize": True, "weight_decay": 0.1}]
-fused += [{"fused": True, "betas": (torch.tensor(0.9), torch.tensor(0.99))}]
 found["changed"] = [trained(kind, hooks) for kind in changed for hooks in ways]
-found["changed and fused"] = [trained(kind, **fields) for kind in (changed[0], changed[3]) for fields in fused]
 found["compiler"] = "torch._dynamo" in sys.modules
 found["as they are"] = [trained(kind, hooks) for kind in kinds for hooks in ways]
-found["as they are, fused"] = [trained(kind, **fields) for kind in (kinds[0], kinds[3]) for fields in fused]
 with torch.autograd.profiler.profile() as profile:
     trained(changed[0])
 found["marks"] = sum(event.name == "Optimizer.step#Adam.step" for event in profile.function_events)
-
-def count_calls(kind):
-    calls, optimizer = [], kind(torch.nn.Linear(5, 3).parameters(), lr=0.1, fused=True)
-    for p in optimizer.param_groups[0]["params"]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
-    optimizer.step()
-    sys.setprofile(None)
-    return len(calls)
-
-found["calls"] = [count_calls(kind) for kind in (changed[1], changed[0])]
+calls = []
+optimizer = changed[1](torch.nn.Linear(5, 3).parameters(), lr=0.1, fused=True)
+for p in optimizer.param_groups[0]["params"]:
+    p.grad = torch.ones_like(p)
+sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
+optimizer.step()
+sys.setprofile(None)
+found["calls"] = len(calls)
 found["deterministic"] = torch.are_deterministic_algorithms_enabled()
 import torch._inductor.config as compiling
 found["compiler is told"] = compiling.deterministic
@@ -126,8 +117,7 @@ def test_a_joining_worker_imports_no_torch_before_its_preparation() -> None:
 def test_an_optimizer_without_the_compiler_is_bit_identical() -> None:
     results = last_output(_OPTIMIZER)
     assert results["changed"] == results["as they are"]
-    assert results["changed and fused"] == results["as they are, fused"]
-    assert results["calls"] == [51, 44], (
+    assert results["calls"] == 55, (
         "a step makes another number of calls; see test_step_cost.py, which imports the compiler"
     )
     assert results["marks"] == 3, "an active profiler must see the steps"

@@ -38,8 +38,8 @@ CEILINGS = {
     "ray_app/train": 10_395,
     "ray_app/tune": 1_927,
     "ray_app/watch": 1_188,
-    "ray_app/*.py": 2_536,
-    "tests": 78_443,
+    "ray_app/*.py": 2_483,
+    "tests": 78_433,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

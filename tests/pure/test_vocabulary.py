@@ -184,7 +184,7 @@ def messages_of(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def help_of(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields the lines of the docstrings from which the help of options is made, with their numbers."""
+    """Yields the numbers and lines of the docstrings that the command line shows as the help of options."""
     for node in nodes_of(path):
         if isinstance(node, ast.ClassDef) and re.search("(Section|Options|Spec)$", node.name):
             for offset, line in enumerate((ast.get_docstring(node) or "").splitlines()):
