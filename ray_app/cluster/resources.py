@@ -427,7 +427,7 @@ def _check_labeled(config: Config, nodes: Sequence[Node], workers: float) -> Non
         return
     if not nodes_with_labels(nodes, scaling.label_selector):
         raise ConfigError(
-            f"scaling.label_selector is {scaling.label_selector}, but no node of the cluster has them; its labels are"
+            f"scaling.label_selector is {scaling.label_selector}, but no node of the cluster has these labels; it has"
             f" {known_labels(nodes)}. Start a node with `ray start --labels name=value`, or choose other labels."
         )
     raise ConfigError(

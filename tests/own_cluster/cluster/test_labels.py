@@ -58,7 +58,7 @@ try:
     run_training(config.replace(scaling__label_selector={"zone": "c"}))
     raise AssertionError("no node is in zone c")
 except ConfigError as error:
-    assert "no node of the cluster is labeled so; its labels are" in str(error) and "zone: a" in str(error), error
+    assert "no node of the cluster has these labels; it has" in str(error) and "zone: a" in str(error), error
 assert not out.exists(), "nothing was written"
 
 

@@ -64,5 +64,5 @@ def test_only_nodes_with_the_labels_count_as_capacity() -> None:
     assert fit(**evaluated, **servers, **elsewhere) == 2, "evaluator and servers have nodes of their own"
     with pytest.raises(ConfigError, match=r"labeled \{'zone': 'a'\} .* have capacity for 2 workers of 2 CPU"):
         fit(scaling__label_selector={"zone": "a"}, scaling__min_workers=3)
-    with pytest.raises(ConfigError, match="no node of the cluster has them; its labels are gpu: h100, zone: a"):
+    with pytest.raises(ConfigError, match="no node of the cluster has these labels; it has gpu: h100, zone: a"):
         fit(scaling__label_selector={"zone": "c"})
