@@ -21,7 +21,7 @@ CEILINGS = {
     "ray_app/drill": 2_970,
     "ray_app/driver": 3_169,
     "ray_app/evaluate": 665,
-    "ray_app/ingest": 9_440,
+    "ray_app/ingest": 9_459,
     "ray_app/keras": 1_514,
     "ray_app/models": 2_338,
     "ray_app/plan": 926,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_927,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_433,
+    "tests": 78_441,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

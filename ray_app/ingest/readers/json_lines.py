@@ -7,11 +7,11 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -231,11 +231,17 @@ def _find_rounded(value: Any) -> Decimal | None:
 
 @dataclass(frozen=True)
 class JsonBlock:
-    """Successive rows of a file, each an object of JSON in one line, and the id of each."""
+    """Successive rows of a file, each an object of JSON in one line, and the key of each, such as the line's number."""
 
     file: File
     lines: list[bytes]
-    ids: list[str]
+    keys: Sequence[object]
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of each row."""
+        name = self.file.name
+        return [f"{name}:{key}" for key in self.keys]
 
 
 Blocks = Callable[[list[File]], Iterator[JsonBlock]]
@@ -245,9 +251,9 @@ Blocks = Callable[[list[File]], Iterator[JsonBlock]]
 def _blocks(is_flattened: bool, files: list[File]) -> Iterator[JsonBlock]:
     """Yields the lines of files without the empty ones; an id has the number of the line, 1 for the first of a file."""
     for file in files:
-        for block in sources.batch_rows(_lines(file), lambda line: len(line[1])):
-            lines = [_flatten(line) if is_flattened else line for _, line in block]
-            yield JsonBlock(file, lines, [f"{file.name}:{number}" for number, _ in block])
+        is_list_file = file.location.name.endswith(_LIST_SUFFIXES) and _begins_list(file)
+        for numbers, lines in _read_items(file) if is_list_file else _read_lines(file):
+            yield JsonBlock(file, [_flatten(line) for line in lines] if is_flattened else lines, numbers)
 
 
 def _flatten(line: bytes) -> bytes:
@@ -271,26 +277,36 @@ def _inner_items(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", item
 
 
-def _lines(file: File) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and the text of each line that is not empty, or of each item of a file of one list."""
-    if file.location.name.endswith(_LIST_SUFFIXES) and _begins_list(file):
-        for number, (_, item) in enumerate(iterate_json(file), 1):
-            yield number, json.dumps(item).encode() + b"\n"
-        return
+def _read_items(file: File) -> Iterator[tuple[Sequence[int], list[bytes]]]:
+    """Yields the items of a file of one list as lines, and the number of each."""
+    items = (json.dumps(item).encode() + b"\n" for _, item in iterate_json(file))
+    for block in sources.batch_rows(enumerate(items, 1), lambda item: len(item[1])):
+        yield [number for number, _ in block], [item for _, item in block]
+
+
+def _read_lines(file: File) -> Iterator[tuple[Sequence[int], list[bytes]]]:
+    """Yields the lines of a file that are not empty, about `BLOCK_BYTES` at a time, and the number of each."""
     with parser_errors(file, "The file is damaged; write it again."), open_text(file) as stream:
         buffered = io.BufferedReader(cast(io.RawIOBase, stream), 1 << 20)
-        is_first = True
-        for number, line in enumerate(iter(lambda: buffered.readline(MAX_LINE_BYTES + 1), b""), 1):
-            if len(line) > MAX_LINE_BYTES:
+        start, is_first = 1, True
+        while data := buffered.read(sources.BLOCK_BYTES):
+            lines = io.BytesIO(data + buffered.readline(MAX_LINE_BYTES + 1)).readlines()
+            if (size := max(map(len, lines))) > MAX_LINE_BYTES:
+                number = start + next(i for i, line in enumerate(lines) if len(line) == size)
                 raise DataError(
                     f"{file}: line {number} has more than the allowed {MAX_LINE_BYTES} bytes. Is the file JSON lines?"
                 )
-            if bare := line.removeprefix(codecs.BOM_UTF8).strip():
-                if is_first and (form := _name_other_json(bare)):
-                    advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
-                    raise DataError(f"{file} is {form}, but JSON lines have one object per line. {advice}")
+            numbers: Sequence[int] = range(start, start + len(lines))
+            start += len(lines)
+            kept = [i for i, line in enumerate(lines) if line.removeprefix(codecs.BOM_UTF8).strip()]
+            if len(kept) < len(lines):
+                numbers, lines = [numbers[i] for i in kept], [lines[i] for i in kept]
+            if is_first and lines and (form := _name_other_json(lines[0].removeprefix(codecs.BOM_UTF8).strip())):
+                advice = _MAKE_LINES.format(".[]" if "list" in form else ".", file.name)
+                raise DataError(f"{file} is {form}, but JSON lines have one object per line. {advice}")
+            if lines:
                 is_first = False
-                yield number, line
+                yield numbers, lines
 
 
 def _begins_list(file: File) -> bool:
@@ -373,9 +389,13 @@ def _kind_of(value: Any) -> str | None:
 def _read(lines: list[bytes], schema: pa.Schema | None, keep: set[str] | None) -> pa.Table:
     if not lines:
         return (schema or pa.schema([])).empty_table()
-    if not all(map(_is_safe, lines)):
-        raise pa.ArrowInvalid("a line is not a JSON object, or is nested too deeply")
-    data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
+    data = b"".join(lines)
+    # One look at all lines is enough if each is an object and none has brackets enough to be nested too deeply.
+    are_objects = data.startswith(b"{") and data.endswith(b"}\n") and data.count(b"}\n{") == len(lines) - 1
+    if not are_objects or data.count(b"{") + data.count(b"[") >= len(lines) + MAX_DEPTH:
+        if not all(map(_is_safe, lines)):
+            raise pa.ArrowInvalid("a line is not a JSON object, or is nested too deeply")
+        data = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in lines)
     # pyarrow does not check that values are UTF-8.
     data.decode()
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore" if schema else "infer")

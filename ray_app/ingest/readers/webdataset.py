@@ -168,7 +168,7 @@ def _json_blocks(keys: list[str], files: list[File]) -> Iterator[JsonBlock]:
     for file in files:
         rows = ((key, row["json"]) for key, row in _rows(file, lambda name: name == "json") if "json" in row)
         for block in sources.batch_rows(rows, lambda row: len(row[1])):
-            yield JsonBlock(file, [_line(data, keys) for _, data in block], [f"{file.name}:{key}" for key, _ in block])
+            yield JsonBlock(file, [_line(data, keys) for _, data in block], [key for key, _ in block])
 
 
 def _line(data: bytes, keys: Sequence[str]) -> bytes:
@@ -250,11 +250,11 @@ def _array_type(dtype: np.dtype, shape: tuple[int, ...]) -> pa.DataType:
 def _tables(form: _WebDatasetForm, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
     for file in files:
         for rows in sources.batch_rows(_usable(form, file, refuse), lambda row: row[2]):
-            ids, keys = [row[0] for row in rows], pa.table({})
-            good = [*range(len(rows))]
+            keys, good = pa.table({}), [*range(len(rows))]
+            lines = [_line(row[1][".json"].encode(), form.keys.names) for row in rows] if form.keys.names else []
+            block = JsonBlock(file, lines, [row[0] for row in rows])
             if form.keys.names:
-                lines = [_line(row[1][".json"].encode(), form.keys.names) for row in rows]
-                keys, good = parse_json(JsonBlock(file, lines, ids), form.keys, refuse)
+                keys, good = parse_json(block, form.keys, refuse)
             if not good:
                 continue
             columns = [
@@ -264,7 +264,7 @@ def _tables(form: _WebDatasetForm, files: list[File], refuse: sources.Refuse) ->
                 for column in form.rows.schema
             ]
             table = pa.table(columns, form.rows.schema)
-            for converted in form.rows.convert(file, table, [ids[index] for index in good], refuse):
+            for converted in form.rows.convert(file, table, [block.ids[index] for index in good], refuse):
                 yield converted.rename_columns(["row_id", *form.names])
 
 
@@ -279,15 +279,14 @@ def _to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _usable(form: _WebDatasetForm, file: File, refuse: sources.Refuse) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields id, values of members by column, and bytes of every row that has the members of the form."""
+    """Yields key, values of members by column, and bytes of every row that has the members of the form."""
     for key, members in _rows(file, form.is_kept):
-        row_id = f"{file.name}:{key}"
         try:
             values = _values(form, members)
         except (ValueError, RecursionError) as error:
-            refuse(row_id, str(error))
+            refuse(f"{file.name}:{key}", str(error))
         else:
-            yield row_id, values, sum(map(len, members.values()))
+            yield key, values, sum(map(len, members.values()))
 
 
 def _values(form: _WebDatasetForm, members: Members) -> dict[str, Any]:

@@ -116,6 +116,13 @@ def test_a_joining_worker_that_leaves_before_its_first_step_writes_no_checkpoint
     assert list_tree(job.paths.root) == {}
 
 
+def test_checkpoints_are_written_by_steps_and_by_epochs(new_job: Callable[..., Job]) -> None:
+    """An epoch has 8 steps."""
+    job = new_job(checkpoint__every_steps=5, checkpoint__every_epochs=1, checkpoint__keep_last=9, train__epochs=2)
+    train_alone(job)
+    assert committed_steps(job) == job.planned_evaluations(16) == [5, 8, 10, 15, 16]
+
+
 class Outage:
     """Lists the checkpoints, or raises during an outage of the storage."""
 
