@@ -19,7 +19,7 @@ CEILINGS = {
     "ray_app/config": 1_804,
     "ray_app/data": 4_515,
     "ray_app/drill": 2_970,
-    "ray_app/driver": 3_169,
+    "ray_app/driver": 3_175,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_440,
     "ray_app/keras": 1_514,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_935,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_469,
+    "tests": 78_470,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
