@@ -48,14 +48,14 @@ _DESCRIPTION = (
     "Predicts a data set with a model, part by part; a second start continues. The configuration names the model's"
     " task. Single files need no configuration: --file cat.jpg --model EXPORT, or --run RUN."
 )
-DONE = "predictions.json"
+DONE = "_predictions.json"
 _VERIFY_THREADS = 8
 _PROGRESS_INTERVAL_S = 2.0
 _MAX_CLASSES = 20
 
 
 def predict(prepared: PreparedPrediction, config: Config, section: PredictSection, console: Console) -> dict[str, Any]:
-    """Predicts the missing parts and returns the content of `predictions.json`, which is written last.
+    """Predicts the missing parts and returns the content of `_predictions.json`, which is written last.
 
     Raises:
         ConfigError: The cluster has no capacity for one actor, or another prediction was started in the folder
@@ -115,7 +115,7 @@ def _read_finished_parts(prepared: PreparedPrediction) -> dict[str, dict[str, An
 
 
 def _result(prepared: PreparedPrediction, done: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the content of `predictions.json`; raises `DataError` if rows are missing."""
+    """Returns the content of `_predictions.json`; raises `DataError` if rows are missing."""
     parts = [done[name] | {"name": name} for name, _ in prepared.job.parts.values() if name in done]
     rows_out = sum(part["rows"] for part in parts)
     if rows_out != prepared.rows:

@@ -25,6 +25,7 @@ _EXAMPLES = {
     "optimizer": "torch.optim.Adam",
     "schedule": "torch.optim.lr_scheduler.OneCycleLR",
 }
+_COMMAND_SECTIONS = ("drill", "predict", "retrain", "submit", "tune")
 _FIELD = re.compile(r'Parser key "(task|optimizer|schedule)"')
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
 _OPTION = re.compile(r"Option '([^']+)' is not accepted")
@@ -174,6 +175,11 @@ def _explain_field(option: str, name: str, fields: list[str]) -> str:
         return f"{option} is not a field; {top} has only class_path and init_args."
     siblings = [field.removeprefix(f"{section}.") for field in fields if section and field.startswith(f"{section}.")]
     sections = dict.fromkeys([*_BASES, *(field.partition(".")[0] for field in fields)])
+    if top in _COMMAND_SECTIONS and top not in sections:
+        return (
+            f"{option} is a field of ray-app {top}, which this command does not read. Put the section {top} into a file"
+            f" of its own: ray-app {top} --config FILE --config {top}.yaml."
+        )
     available = f"{section} has {', '.join(siblings)}." if siblings else f"Sections are {', '.join(sections)}."
     return f"{option} is not a field.{_suggest(name, fields)} {available}"
 

@@ -62,7 +62,7 @@ class PredictSection:
     Args:
         data: Folder (or file) of Parquet to predict on; it may lack the columns that `Task.targets` names.
         out: Folder of the predictions, or its s3:// URI. It receives part files in the order of the data, each for at
-            most `data.read_task_mb` decoded megabytes, and at the end `predictions.json`.
+            most `data.read_task_mb` decoded megabytes, and at the end `_predictions.json`.
         model: A version in MLflow's registry, `models:/NAME@ALIAS` or `models:/NAME/VERSION`, or the folder of an
             export. Default, unless `run` is set: the champion of `tracking.registered_model`.
         run: Directory of a run, or its URI in a bucket; its best checkpoint is used instead of `model`.

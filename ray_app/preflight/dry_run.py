@@ -272,11 +272,14 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
 
 
 def _seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -> float:
-    """Returns the time of the forward of a row on one thread, from that of the first row, `_TIMED_ROWS` times."""
+    """Returns the CPU time of the forward of a row, from that of the first row, `_TIMED_ROWS` times.
+
+    On a machine that other programs load, the wall time of so few rows says nothing.
+    """
     few = {name: concat_fields([values[:1]] * _TIMED_ROWS) for name, values in rows.items()}
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     context.row_probe.run(few, evaluates, "a few rows")
-    return (time.perf_counter() - began_s) * torch.get_num_threads() / _TIMED_ROWS
+    return (time.process_time() - began_s) / _TIMED_ROWS
 
 
 def try_optimizers(context: PreflightContext) -> None:

@@ -224,7 +224,7 @@ class Facts:
     @property
     def constant_notes(self) -> list[str]:
         """The sentences that compare the evaluation with a constant prediction, as at the end of the run."""
-        return describe_constant(self.summary.get("metrics", {}), self.summary.get("constant", {}))
+        return describe_constant(self.summary)
 
     @cached_property
     def goodput(self) -> float | None:

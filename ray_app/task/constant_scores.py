@@ -1,6 +1,6 @@
 """Scores of a constant prediction: those that a run must exceed to have learned anything.
 
-`constant_scores` computes them at a start; `describe_constant` compares them with the evaluation at the end of a run.
+`constant_scores` computes them at a start; `describe_constant` compares them with the evaluations at the end of a run.
 """
 
 from __future__ import annotations
@@ -48,10 +48,15 @@ def _is_accuracy(name: str, metric: Any) -> bool:
     return is_micro or kind == "BinaryAccuracy"
 
 
-def describe_constant(metrics: Mapping[str, float | None], scores: Mapping[str, float]) -> list[str]:
-    """Returns a sentence for each metric that a constant has a score of, from `constant_scores`."""
+def describe_constant(summary: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for each metric of a run's summary that a constant has a score of, from `constant_scores`.
+
+    The metric that chooses the best checkpoint has the value of this checkpoint, which a run returns and exports.
+    """
     lines = []
-    for name, constant in scores.items():
+    best = summary.get("best")
+    metrics = summary.get("metrics", {}) | ({best["metric"]: best["value"]} if best else {})
+    for name, constant in summary.get("constant", {}).items():
         value = metrics.get(name)
         if value is None:
             continue

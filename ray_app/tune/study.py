@@ -208,6 +208,11 @@ class StudyDriver:
         """Returns the configuration with what a run of it resolves, for all trials; the metric and its mode."""
         trial = TrialConfigs(config, self.paths, self._section).make(0, {})[0].replace(run__name=None)
         job = prepare(in_process_config(trial) or trial).job
+        if (epochs := job.config.train.epochs) != trial.train.epochs:
+            raise ConfigError(
+                f"train.epochs is {trial.train.epochs}, and the task sets {epochs} by the number of rows. All trials of"
+                f" a study need the same number, whatever their settings are. Set train.epochs, such as {epochs}."
+            )
         resolved = {
             "scaling__logical_workers": trial.scaling.logical_workers or trial.logical_workers,
             "scaling__gpus_per_worker": job.config.scaling.worker_gpus,
@@ -439,7 +444,10 @@ class StudyDriver:
             about = "about " if rules.kind == "asha" and parts else ""
             parts.append(f"{about}{size} to epoch {epochs}")
             size = max(1, size // rules.eta)
-        return f"{self.num_trials} trials, {rules.kind}: {', '.join(parts)}; {self.record.metric} ({self.record.mode})"
+        text = f"{self.num_trials} trials, {rules.kind}: {', '.join(parts)}; {self.record.metric} ({self.record.mode})"
+        if len(parts) == 1 and rules.kind != "none":
+            text += f"; no trial ends early with train.epochs below {rules.min_epochs * rules.eta}"
+        return text
 
     def _say_start(self) -> None:
         verb = "Continuing" if self.record.results else "Starting"

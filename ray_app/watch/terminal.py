@@ -388,7 +388,7 @@ def print_end(
     ]
     if (best := describe_best(summary, job.best_metric)) is not None:
         rows.append(("best", best))
-    rows += [("constant", text) for text in describe_constant(summary["metrics"], summary["constant"])]
+    rows += [("constant", text) for text in describe_constant(summary)]
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))

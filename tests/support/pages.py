@@ -151,23 +151,39 @@ def _sales(folder: Path) -> None:
     catalog.create_table("shop.sales", schema=table.schema).append(table)
 
 
-def _pictures_of_each_kind(folder: Path) -> None:
+def _pictures() -> Iterator[tuple[int, np.ndarray, Path]]:
+    """Yields the numbers and the pixels of forty pictures, and the name of each file."""
     for number in range(40):
         pixels = np.random.default_rng(number).integers(0, 256, (12, 10, 3), dtype=np.uint8)
-        side = ("train", "train", "val", "test")[number % 4]
-        named = ("flowers", side, ("rose", "tulip")[number // 4 % 2], f"{number}.png")
-        for path in (named, ("birds", "a", f"{number:04}.png"), ("scans", "a", f"{number}.png")):
-            file = folder.joinpath(*path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(pixels).save(file)
-        mask = np.where(pixels[..., :1] > 99, 255, 0).astype(np.uint8)
-        for name, values in (("masks", mask[..., 0]), ("colored", mask * np.array([1, 0, 0], np.uint8))):
-            (folder / name / "a").mkdir(parents=True, exist_ok=True)
-            Image.fromarray(values).save(folder / name / "a" / f"{number}.png")
-    _annotated_pictures(folder)
-    _sales(folder)
+        yield number, pixels, Path("a", f"{number}.png")
+
+
+def _save(pixels: np.ndarray, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(file)
+
+
+def _images(folder: Path) -> None:
+    _photos(folder)
+    for number, pixels, name in _pictures():
+        _save(pixels, folder / "birds" / "a" / f"{number:04}.png")
+        side, kind = ("train", "train", "val", "test")[number % 4], ("rose", "tulip")[number // 4 % 2]
+        _save(pixels, folder / "flowers" / side / kind / name.name)
     lines = [f"{n:04}.png,{('robin', 'crow')[n % 2]},{n / 4},{n % 2},{n // 2 % 2}\n" for n in range(40)]
     (folder / "birds.csv").write_text("file,species,age,sings,flies\n" + "".join(lines))
+
+
+def _masks(folder: Path) -> None:
+    for _, pixels, name in _pictures():
+        _save(pixels, folder / "scans" / name)
+        mask = np.where(pixels[..., :1] > 99, 255, 0).astype(np.uint8)
+        _save(mask[..., 0], folder / "scan_masks" / name)
+        _save(mask * np.array([1, 0, 0], np.uint8), folder / "colored" / name)
+
+
+def _tables(folder: Path) -> None:
+    _iris(folder)
+    _sales(folder)
     lines = [f"{n},{n % 24},{n % 2},{n // 2 % 2},{n % 7 / 2}\n" for n in range(40)]
     (folder / "weather.csv").write_text("day,hour,warm,rain,wind\n" + "".join(lines))
     tagged = [{"text": f"day {n}", "tags": ["rain", "wind"][: n % 3]} for n in range(40)]
@@ -187,17 +203,16 @@ def _nothing(folder: Path) -> None:
 EXECUTED: dict[str, Callable[[Path], None]] = {
     "README.md": _nothing,
     "docs/data.md": _every_source,
-    "docs/detection.md": _nothing,
-    "docs/keras-guides.md": _mnist_of_keras,
+    "docs/detection.md": _annotated_pictures,
+    "docs/from-tf-distribute.md": _mnist_of_keras,
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,
-    "docs/module-task.md": _nothing,
+    "docs/module-task.md": _masks,
     "docs/language-model.md": write_texts_script,
-    "docs/my-data.md": _pictures_of_each_kind,
-    "docs/start/images.md": _photos,
+    "docs/start/images.md": _images,
     "docs/start/keras.md": _nothing,
     "docs/start/pytorch.md": _nothing,
-    "docs/start/tables.md": _iris,
+    "docs/start/tables.md": _tables,
     "docs/start/tune.md": _nothing,
     "docs/text.md": _nothing,
 }

@@ -80,8 +80,8 @@ class CsvFormat:
         delimiter = DELIMITERS.get(self.delimiter, repr(self.delimiter))
         return (
             f"Expected {self.encoding.upper()} text with {first} and the same number of values, separated by"
-            f" {delimiter}, in every row. Correct the file, remove lines above the header, or name another delimiter or"
-            " encoding."
+            f" {delimiter}, in every row. Correct the file, remove lines above the header, or set another delimiter or"
+            " encoding, such as --encoding cp1252 for files of Windows."
         )
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The networks of `docs/keras-guides.md`, the guides' programs with `ray_app.keras`, and the loop of `docs/loop.md`."""
+"""Networks of the guides in docs/from-tf-distribute.md, programs with `ray_app.keras`, and the loop of docs/loop.md."""
 
 from __future__ import annotations
 

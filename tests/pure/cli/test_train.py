@@ -23,6 +23,7 @@ from tests.support.train_command import CommandResult, image_arguments, write_im
     ("arguments", "expected"),
     [
         (["--train.epoch=3"], r"error: --train.epoch is not a field. Did you mean train.epochs\? train has backend, "),
+        (["--retrain.max_age_days=3"], "retrain.max_age_days is a field of ray-app retrain, which this command"),
         (["--train.epochs=many"], "train.epochs is many; it must be an integer"),
         (["--data.last_batch=some"], "data.last_batch is some; it must be one of keep, drop"),
         (["--data.global_batch_size=66"], "66, which is not divisible by the 4 logical workers; the nearest valid"),

@@ -50,7 +50,7 @@ def test_records_of_the_object_detection_api_become_boxes(tmp_path: Path, monkey
 
     two = record([0.0, 0.0, 0.5, 0.5], [0.25, 0.5, 1.0, 1.0], labels=[2, 1])
     write_tfrecord(tmp_path / "records" / "train-0.tfrecord", record(labels=[]), two)
-    run_block(tmp_path, monkeypatch, "my-data.md", "image/object/bbox")
+    run_block(tmp_path, monkeypatch, "detection.md", "image/object/bbox")
     columns = read_columns(tmp_path / "datasets" / "records")
     assert dict(zip(map(len, columns["boxes"]), columns["boxes"], strict=True)) == {
         0: [],

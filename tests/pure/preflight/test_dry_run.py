@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -630,6 +633,18 @@ def test_decoding_is_measured_for_gpus(tmp_path: Path) -> None:
     assert 0.001 < rates.decode_s < 1
     # A step of at most 4 rows takes at least 10 ms.
     assert 0 < rates.train_rows <= 4 / 0.01
+
+
+def test_the_time_of_a_row_leaves_out_other_processes() -> None:
+    """The wall time of a few rows on a loaded machine would announce evaluations that last a hundred times too long."""
+
+    def run(*arguments: Any) -> None:
+        subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
+
+    context: Any = SimpleNamespace(row_probe=SimpleNamespace(run=run))
+    began_s = time.perf_counter()
+    cpu_s = dry_run_module._seconds_per_row(context, {"x": np.zeros((1, 1))}, evaluates=False)
+    assert 4 * cpu_s < time.perf_counter() - began_s
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_a_constant_is_scored_on_the_evaluated_rows(
 
 def test_a_score_below_that_of_a_constant_is_a_warning() -> None:
     constants = {"accuracy": 0.6, "r2": 0.0, "absent": 0.5}
-    right, wrong = describe_constant({"accuracy": 0.7, "r2": -1.8}, constants)
+    right, wrong = describe_constant({"metrics": {"accuracy": 0.7, "r2": -1.8}, "constant": constants})
     assert right == "the most frequent class of the training data in every row gives accuracy 0.6000"
     assert wrong.startswith("Warning: r2 -1.8000 is below the score of a constant: the mean of the training data")
+
+
+def test_the_best_checkpoint_is_compared_with_a_constant() -> None:
+    best = {"step": 20, "metric": "accuracy", "value": 0.7}
+    [line] = describe_constant({"metrics": {"accuracy": 0.5}, "constant": {"accuracy": 0.6}, "best": best})
+    assert not line.startswith("Warning")

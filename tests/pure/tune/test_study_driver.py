@@ -9,11 +9,13 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_app.config.config import Config
 from ray_app.driver.parsing import load_config, load_section
-from ray_app.errors import StorageError
+from ray_app.errors import ConfigError, StorageError
 from ray_app.runlog.output import TextConsole
 from ray_app.tune import study
 from ray_app.tune.options import TuneSection
@@ -170,3 +172,18 @@ def test_a_trial_counts_when_all_its_folds_have_ended(config: Config, monkeypatc
     assert decisions(record) == expected
     assert all(result.value == fmean(result.scores) for result in record.results)
     assert len(record.parts) == 3 * len(record.results)
+
+
+def test_the_epochs_that_a_task_chooses_by_its_rows_are_refused_with_their_number(tmp_path: Path) -> None:
+    """Rungs by the default of `train.epochs` would end each trial after one of its 75 epochs."""
+    pq.write_table(pa.table({"x": [0.0, 1.0] * 40, "label": [0, 1] * 40}), tmp_path / "rows.parquet")
+    data = f"data: {{path: {tmp_path / 'rows.parquet'}, eval_path: {tmp_path / 'rows.parquet'}}}\n"
+    task = "task: {class_path: ray_app.task.tabular.TabularClassification}\n"
+    (tmp_path / "table.yaml").write_text(data + task)
+    config = load_config(tmp_path / "table.yaml", run__storage_path=str(tmp_path), tracking__enabled=False)
+    space = {"task.init_args.dropout": {"uniform": [0.0, 0.5]}}
+    section = load_section("tune", TuneSection, {"space": space, "trials": 2, "dry_run": True})
+    with pytest.raises(ConfigError, match=r"task sets (\d+) by the number of rows.* Set train.epochs, such as \1\."):
+        StudyDriver(config, section, TextConsole(quiet=True))
+    config = config.replace(train__epochs=9)
+    assert StudyDriver(config, section, TextConsole(quiet=True)).rungs[-1] == 9

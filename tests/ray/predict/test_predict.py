@@ -75,6 +75,7 @@ def test_the_champion_predicts_every_row_once_in_order(
     printed = capsys.readouterr().out
     ids, images = images_of(digits / "eval")
     predictions = read_parts(out)
+    assert pq.read_table(out).num_rows == len(ids), "other programs read the folder"
     assert Counter(predictions.column("row_id").to_pylist()) == Counter(ids)
     assert predictions.column("row_id").to_pylist() == ids
     assert predictions.column("position").to_pylist() == list(range(len(ids)))
@@ -85,7 +86,7 @@ def test_the_champion_predicts_every_row_once_in_order(
     assert np.allclose(predictions.column("confidence").to_numpy(), confidence.numpy(), rtol=1e-5, atol=0)
     assert len(set(confidence.tolist())) > 10, "the predictions do not differ between rows"
 
-    facts = json.loads((out / "predictions.json").read_text())
+    facts = json.loads((out / "_predictions.json").read_text())
     assert (facts["rows_in"], facts["rows_out"], facts["model"]) == (
         len(ids),
         len(ids),
@@ -135,10 +136,10 @@ def test_predictions_without_labels_are_bit_identical_with_and_without_a_cluster
     assert np.allclose(
         predictions.column("confidence").to_numpy(), labelled.column("confidence").to_numpy(), rtol=1e-5, atol=0
     )
-    facts = json.loads((tmp_path / "out" / "predictions.json").read_text())
+    facts = json.loads((tmp_path / "out" / "_predictions.json").read_text())
     assert facts["model"] == {"run": "run", "step": 8, "config_digest": "c" * 64}
     assert [part["rows"] for part in facts["parts"]] == [33] * 5 + [33 + 2, 50, 50, 20, 39]
-    assert json.loads((tmp_path / "labelled" / "predictions.json").read_text())["model"] == {
+    assert json.loads((tmp_path / "labelled" / "_predictions.json").read_text())["model"] == {
         "run": "run",
         "step": exported["step"],
     }
@@ -183,7 +184,7 @@ def test_an_interrupted_or_killed_prediction_continues(ray_cluster: None, digits
     assert exit_code_after(signal.SIGKILL) == -signal.SIGKILL
     before = state_of(out)
     assert len(before) == 3, "three parts must be finished (read tasks end in any order, so any three)"
-    assert not (out / "predictions.json").exists()
+    assert not (out / "_predictions.json").exists()
     (gate / "open").touch()
     assert main(arguments) == 0
     assert {name: fact for name, fact in state_of(out).items() if name in before} == before, (

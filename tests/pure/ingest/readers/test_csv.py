@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[str | bytes, dict[str, Any], str]] = {
     ),
     "a missing value as label": ("n,k\n1,?\n2,x\n", {"null": "?", **LABEL}, "rows without a value"),
     "another encoding": (b"a,b\n1,\x81\n", {"encoding": "cp1252"}, "is not cp1252: "),
-    "latin-1": ("a,b\n1,ä\n".encode("latin-1"), {}, "name another delimiter or encoding"),
+    "latin-1": ("a,b\n1,ä\n".encode("latin-1"), {}, "such as --encoding cp1252"),
     "utf-16": ("a,b\n1,2\n".encode("utf-16"), {}, "--encoding utf-16"),
     "drop an absent column": ("a,b\n1,2\n", {"drop": ["z"]}, "drop names 'z'; the columns are ['a', 'b']"),
     "drop all": ("a,b\n1,2\n", {"drop": ["a", "b"]}, "drop names all columns"),
