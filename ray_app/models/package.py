@@ -24,6 +24,7 @@ import json
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -471,19 +472,22 @@ def _save_mlflow_model(folder: Path, files: Files) -> None:
 
     inputs, outputs = files.example, files.predicted
     only = len(inputs) == 1
-    mlflow.pyfunc.save_model(
-        path=str(folder),
-        loader_module=LOADER_MODULE,
-        data_path=str(files.data),
-        code_paths=[str(path) for path in sorted(files.code.iterdir())],
-        pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
-        signature=ModelSignature(
-            # MLflow would refuse the raw rows of a table where its schema names the encoded ones.
-            None if files.takes_rows else _mlflow_schema(inputs, files.input_shapes, only),
-            _mlflow_schema(outputs, files.output_shapes, "" in outputs),
-        ),
-        input_example=None if files.takes_rows else next(iter(inputs.values())) if only else inputs,
-    )
+    with warnings.catch_warnings():
+        # A package that takes raw rows has none.
+        warnings.filterwarnings("ignore", ".*An input example was not provided", UserWarning)
+        mlflow.pyfunc.save_model(
+            path=str(folder),
+            loader_module=LOADER_MODULE,
+            data_path=str(files.data),
+            code_paths=[str(path) for path in sorted(files.code.iterdir())],
+            pip_requirements=[f"mlflow=={importlib.metadata.version('mlflow')}", *requirements(files.libraries)],
+            signature=ModelSignature(
+                # MLflow would refuse the raw rows of a table where its schema names the encoded ones.
+                None if files.takes_rows else _mlflow_schema(inputs, files.input_shapes, only),
+                _mlflow_schema(outputs, files.output_shapes, "" in outputs),
+            ),
+            input_example=None if files.takes_rows else next(iter(inputs.values())) if only else inputs,
+        )
 
 
 def _mlflow_schema(arrays: dict[str, npt.NDArray], shapes: dict[str, tuple[int, ...]], only: bool) -> Any:

@@ -143,6 +143,15 @@ def test_each_code_block_is_executed_or_has_a_reason() -> None:
     )
 
 
+def test_a_file_that_a_reader_writes_is_named_before_its_block() -> None:
+    """The mark with the name of the file is a comment, which a reader does not see."""
+    for page in PAGES:
+        lines = page.read_text().split("\n")
+        for block in blocks(page):
+            if block.mark == "file":
+                assert f"`{block.argument}`" in " ".join(lines[max(0, block.line - 9) : block.line - 2]), f"{block}"
+
+
 def test_the_reference_page_has_each_command() -> None:
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert (

@@ -23,7 +23,7 @@ CEILINGS = {
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_459,
     "ray_app/keras": 1_514,
-    "ray_app/models": 2_338,
+    "ray_app/models": 2_342,
     "ray_app/plan": 926,
     "ray_app/predict": 611,
     "ray_app/preflight": 5_070,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 1_935,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_478,
+    "tests": 78_471,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

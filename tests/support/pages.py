@@ -190,12 +190,6 @@ def _tables(folder: Path) -> None:
     (folder / "tagged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tagged))
 
 
-def write_texts_script(folder: Path) -> None:
-    """Writes `make_texts.py`, the script of docs/text.md, which language-model.md uses, too."""
-    [script] = [block for block in blocks(ROOT / "docs" / "text.md") if block.argument == "make_texts.py"]
-    (folder / script.argument).write_text(script.text)
-
-
 def _nothing(folder: Path) -> None:
     """Writes nothing: the page needs only files of the project."""
 
@@ -208,7 +202,7 @@ EXECUTED: dict[str, Callable[[Path], None]] = {
     "docs/lightning.md": _nothing,
     "docs/loop.md": _nothing,
     "docs/module-task.md": _masks,
-    "docs/language-model.md": write_texts_script,
+    "docs/language-model.md": _nothing,
     "docs/start/images.md": _images,
     "docs/start/keras.md": _nothing,
     "docs/start/pytorch.md": _nothing,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,5 @@ BLOCKS = {block.argument: block.text for block in blocks(ROOT / "docs" / "detect
 
 def write_shapes(folder: Path, rows: int = 64) -> dict[str, Any]:
     """Writes the data set; returns the fields of the section `data` for training and evaluation on it."""
-    namespace: dict[str, Any] = {"__name__": "make_shapes"}
-    exec(BLOCKS["make_shapes.py"], namespace)
-    namespace["write_shapes"](folder, rows, rows)
+    runpy.run_path(str(ROOT / "conf" / "make_shapes.py"))["write_shapes"](folder, rows, rows)
     return {"path": str(folder / "train"), "eval_path": str(folder / "eval")}

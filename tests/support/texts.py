@@ -1,4 +1,4 @@
-"""The texts of docs/text.md, written by the script of the page."""
+"""The texts of docs/text.md."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.pages import write_texts_script
+from tests.support.paths import ROOT
 
 
 def write_texts(folder: Path) -> None:
-    """Runs the script of the page, which writes `texts.jsonl` and `tokenizer.json`."""
-    write_texts_script(folder)
-    subprocess.run([sys.executable, "make_texts.py"], cwd=folder, check=True, timeout=240)
+    """Writes `texts.jsonl` and `tokenizer.json`."""
+    subprocess.run([sys.executable, str(ROOT / "conf" / "make_texts.py")], cwd=folder, check=True, timeout=240)

@@ -43,7 +43,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.rest
-def test_a_row_of_a_csv_file_gets_the_same_scores_everywhere(tmp_path: Path) -> None:
+def test_a_row_of_a_csv_file_gets_the_same_scores_everywhere(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     import mlflow.pyfunc
     import pandas as pd
 
@@ -58,6 +58,7 @@ def test_a_row_of_a_csv_file_gets_the_same_scores_everywhere(tmp_path: Path) -> 
     source = {"run": "run", "step": 1, "params_digest": params_digest(model.state_dict())}
     write_export(task, model, example, tmp_path / "export", source)
     make_package(task, model, example, tmp_path / "version")
+    assert not [warning for warning in recwarn if "input example" in str(warning.message)]
 
     raw = pd.read_csv(tmp_path / "raw.csv")
     exported = load_model(tmp_path / "export").predict(raw, scores=True)

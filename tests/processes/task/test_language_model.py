@@ -5,7 +5,6 @@ loads.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -300,16 +299,8 @@ class LeakyModel(nn.Module):
         return {"logits": self.scores(tokens.roll(-1, 1)), "aux_loss": self.scores.weight.square().mean()}
 
 
-def import_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the module of docs/language-model.md importable as `own_gpt`."""
-    code = (ROOT / "docs/language-model.md").read_text().split("```python\nimport torch\n")[1].split("```")[0]
-    (folder / "own_gpt.py").write_text(f"import torch\n{code}")
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "own_gpt", raising=False)
-
-
 def test_the_gpt_of_the_page_trains_as_in_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_page(tmp_path, monkeypatch)
+    monkeypatch.syspath_prepend(ROOT / "conf")
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, WORDS, (12, 9)))
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"tokens": pa.array(tokens.tolist(), pa.list_(pa.int64()))}), tmp_path / "data/0.parquet")
