@@ -42,6 +42,7 @@ ORDER = (
     "names of libraries",
     "start: two steps, a checkpoint between them",
     "NCCL, a group of one",
+    "NCCL, buckets of a group of one",
     "bits: ResNet-18, batch-norm",
     "bits: transformer, dropout",
     "bits: capture",

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from benchmarks.gpu_digests import L, format_losses, network
@@ -25,7 +26,9 @@ from ray_app.checkpoint.store import CheckpointStore
 from ray_app.devices import kind_of
 from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
+from ray_app.reduction.bucketed import BucketedReducer
 from ray_app.reduction.peer_errors import clear_group, collective
+from ray_app.reduction.world import World
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.task import environment
 from ray_app.testing import DieAfter, KilledError
@@ -163,6 +166,63 @@ def open_group_twice(rank: int, store: Path, port: int, device: str, variables: 
     return facts
 
 
+def buckets_alone(bench: Bench) -> Outcome:
+    """Compares the gradients that a worker sends to itself in buckets, by the collectives of its device, with its sums;
+    measures what the collectives cost.
+    """
+    with bench.pool(1) as pool:
+        store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        [seconds] = pool.run(1, send_to_itself, store.port, bench.first)
+    return Outcome(", ".join(f"{name} {1e3 * step_s:.2f} ms" for name, step_s in seconds.items()), True, seconds)
+
+
+def send_to_itself(rank: int, store: Path, port: int, device: torch.device) -> dict[str, float]:
+    """Returns the seconds of a step by how a worker alone reduces its gradients.
+
+    Raises:
+        RuntimeError: A way gives other gradients.
+    """
+    del store
+    kind_of(device).use(device)
+    group = ProcessGroup()
+    with collective():
+        group.open(GenerationInfo(1, rank, 1, LOCALHOST, port, key="ab" * KEY_BYTES), device, "auto")
+    world = World(rank, 1, L, has_device_collectives=group.has_device_collectives)
+    expected, seconds = _reduce_steps(world, "exact", device, sends=False)
+    times = {"nothing sent": seconds}
+    reduction: Literal["exact", "overlapped"]
+    for reduction in ("exact", "overlapped"):
+        gradients, times[reduction] = _reduce_steps(world, reduction, device, sends=True)
+        if not all(map(torch.equal, gradients, expected)):
+            raise RuntimeError(f"{reduction}: the gradients are not the sums that were sent")
+    group.close()
+    return times
+
+
+def _reduce_steps(
+    world: World, reduction: Literal["exact", "overlapped"], device: torch.device, sends: bool
+) -> tuple[list[torch.Tensor], float]:
+    """Returns the gradients of a step with six buckets, and the seconds of the fastest of three."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).to(device)
+    rows, weights = torch.randn(L, 16, 256).to(device), torch.full((16,), 0.5).to(device)
+    reducer, times = BucketedReducer(model, world, reduction, bucket_mb=0.3), list[float]()
+    if sends:
+        # The reducer of a worker alone sends nothing by itself.
+        reducer._world = replace(world, size=2, assignment=(range(L),) * 2)
+    for _ in range(3):
+        began_s = time.perf_counter()
+        for logical_worker in range(L):
+            reducer.backward(model(rows[logical_worker]).square().mean(1), weights, logical_worker)
+        reducer.launch()
+        reducer.finish()
+        kind_of(device).synchronize(device)
+        times.append(time.perf_counter() - began_s)
+    gradients = [gradient.clone() for gradient in reducer.gradients()]
+    reducer.close()
+    return gradients, min(times)
+
+
 def _longest_silence(ended: threading.Event) -> float:
     """Returns the longest time between two turns of this thread until an event, in seconds."""
     longest_s, last_s = 0.0, time.perf_counter()
@@ -241,6 +301,7 @@ LINES = [
     Line("names of libraries", library_names, 30, "all exist"),
     Line("start: two steps, a checkpoint between them", train_single, 30, "equal", stops=True),
     Line("NCCL, a group of one", group_of_one, 45, "an abort is the loss of a peer"),
+    Line("NCCL, buckets of a group of one", buckets_alone, 20, "equal"),
     Line("copies: host to device, device to host", copies, 20),
     Line("an error of the device in a child", broken_device, 20, "AcceleratorError, ever after"),
 ]

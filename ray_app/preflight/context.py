@@ -76,7 +76,8 @@ class ReadingRates:
             f"By the time that a few rows take here, {workers} workers with GPUs train on about {rows:,.0f} rows per"
             f" second; the {cpus:g} CPUs that are free for reading decode only about {cpus / self.decode_s:,.0f}"
             f" ({1e3 * self.decode_s:.2g} ms per row), so the GPUs would wait for data. Use nodes with more CPUs (about"
-            f" {needed_cpus:,.0f} for reading), store smaller images, or set data.cache to disk or memory, so that only"
+            f" {needed_cpus:,.0f} for reading), store smaller images, decode large JPEG files at a smaller scale"
+            " (task.init_args.jpeg_scaling of ImageClassification), or set data.cache to disk or memory, so that only"
             " the first epoch decodes."
         ]
 

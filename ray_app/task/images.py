@@ -47,10 +47,13 @@ _X_FLIPS, _Y_FLIPS = (2, 3, 6, 7), (3, 4, 7, 8)
 """EXIF orientations with reversed columns, and with reversed rows; from 5 on both are swapped before."""
 
 
-def decode_image(encoded: bytes, exif_orientation: bool = True) -> npt.NDArray[np.uint8]:
+def decode_image(encoded: bytes, exif_orientation: bool = True, min_side: int | None = None) -> npt.NDArray[np.uint8]:
     """Decodes an image file: JPEG, PNG, WebP or GIF.
 
-    With `exif_orientation` the image is rotated and mirrored by its EXIF orientation, as viewers show it.
+    Args:
+        exif_orientation: Whether the image is rotated and mirrored by its EXIF orientation, as viewers show it.
+        min_side: A JPEG file is decoded at a half, a quarter or an eighth of its size, the smallest of which both sides
+            have this many pixels, as Pillow does after `Image.draft`; None for its whole size.
 
     Returns:
         RGB, uint8 of shape (3, height, width); (frames, 3, height, width) where it is animated. Of 16 bits the upper 8
@@ -62,6 +65,8 @@ def decode_image(encoded: bytes, exif_orientation: bool = True) -> npt.NDArray[n
     """
     with library_errors(encoded), _open_image(encoded) as image:
         if image.format in _JPEG:
+            if min_side is not None:
+                image.draft(None, (min_side, min_side))
             pixels = _jpeg_pixels(encoded, image)
         elif image.format in _ANIMATED and getattr(image, "n_frames", 1) > 1:
             pixels = _frames(image)
@@ -211,12 +216,12 @@ def _open_image(encoded: bytes) -> Any:
 
 
 def _jpeg_pixels(encoded: bytes, image: Any) -> npt.NDArray[np.uint8]:
-    """Decodes the pixels of a JPEG file, (height, width, 3)."""
+    """Decodes the pixels of a JPEG file, (height, width, 3), at the size of the image of Pillow."""
     import simplejpeg
 
     if image.mode != "CMYK":
         try:
-            return simplejpeg.decode_jpeg(encoded, "RGB")
+            return simplejpeg.decode_jpeg(encoded, "RGB", min_height=image.height, min_width=image.width)
         except ValueError as error:
             if not any(part in str(error) for part in _HARMLESS):
                 raise

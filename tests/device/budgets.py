@@ -22,6 +22,7 @@ from tests.support.recorded_graph import RecordedGraphs
 GLOO: Fields = {"train__backend": "gloo"}
 CAPTURE: Fields = GLOO | {"train__capture": True, "scaling__gpus_per_worker": 1.0}
 NO_CHECKPOINTS: Fields = {"checkpoint__every_steps": None, "checkpoint__snapshot_every_steps": None}
+EIGHT: Fields = {"logical_workers": 8}
 BUCKETS = 3
 """Number of buckets with `SMALL_BUCKETS`."""
 LOCKED = 4096
@@ -53,6 +54,13 @@ STEPS: dict[str, Budget] = {
     ),
     "fsdp": Budget(4, FSDP, {"launches": 185, "waits": 1, "locked": 2, "collectives": 15}),
     "fsdp, overlapped": Budget(4, FSDP | OVERLAPPED, {"launches": 175, "waits": 1, "locked": 2, "collectives": 14}),
+    "exact, 8 workers": Budget(
+        8, SMALL_BUCKETS | EIGHT, {"launches": 64, "waits": 1, "locked": 2, "collectives": 2 * BUCKETS + 2}
+    ),
+    "overlapped, 8 workers": Budget(
+        8, SMALL_BUCKETS | OVERLAPPED | EIGHT, {"launches": 55, "waits": 1, "locked": 2, "collectives": BUCKETS + 2}
+    ),
+    "fsdp, 8 workers": Budget(8, FSDP | EIGHT, {"launches": 207, "waits": 1, "locked": 2, "collectives": 15}),
     "a shared device": Budget(
         4,
         SMALL_BUCKETS | GLOO,

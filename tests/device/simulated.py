@@ -30,7 +30,7 @@ SOURCE = Path(__file__).with_name("simulated.cpp")
 BUILD = SOURCE.parents[2] / "build" / "device"
 NAME = "sim"
 """The simulated devices in `torch.device.type`."""
-DEVICES = 4
+DEVICES = 8
 GROUP = "simulated"
 """torch's name of the backend of their process groups."""
 CAPACITY = 4 << 30

@@ -37,7 +37,7 @@ BIT_IDENTICAL: dict[str, Fields] = {
 """Settings that are bit-identical on any number of devices."""
 
 
-def strategy_job(folder: Path, data: Path, dropout: float, **fields: Any) -> Job:
+def strategy_job(folder: Path, data: Path, dropout: float, logical_workers: int = 4, **fields: Any) -> Job:
     task = Units()
     task.model_args = {"channels": 4, "dropout": dropout}
     defaults: Fields = {
@@ -47,4 +47,6 @@ def strategy_job(folder: Path, data: Path, dropout: float, **fields: Any) -> Job
         "checkpoint__every_steps": 6,
         "checkpoint__snapshot_every_steps": 3,
     }
-    return make_job(folder, data, logical_workers=4, batch=12, task=task, **(defaults | fields))
+    return make_job(
+        folder, data, logical_workers=logical_workers, batch=3 * logical_workers, task=task, **(defaults | fields)
+    )

@@ -17,6 +17,7 @@ LOST = "tests/processes/cluster/rendezvous/test_lost_workers.py"
 GROUP = "tests/processes/train/test_device_group.py"
 RENDEZVOUS = "tests/pure/cluster/rendezvous/test_rendezvous.py"
 NCCL = "tests/pure/train/test_process_group.py"
+DEVICES, FAULTS = "tests/pure/test_devices.py", "tests/processes/device/test_faults.py"
 ERROR, CAUSES = f"{LOST}::test_survivors_form_again_at_once_after_an_error_of_one_worker", f"{LOST}::test_a_group_that"
 
 
@@ -108,6 +109,57 @@ FIXES = {
     ),
     "NCCL warns": Fix("devices.py", '        "NCCL_DEBUG": "WARN",\n', "", f"{NCCL}::test_nccl_is_bound"),
     "the interface has its whole name": Fix(PROCESS_GROUP, 'f"={name}"', "name", f"{NCCL}::test_nccl_gets_the_whole"),
+    "ROCm has a variable of its own": Fix(
+        "devices.py",
+        "if torch.version.hip else super().visible_variable",
+        "if False else super().visible_variable",
+        f"{DEVICES}::test_the_visible_devices_of_rocm",
+    ),
+    "a process that sees its own devices alone counts from 0": Fix(
+        "devices.py", "if count in (1, len(ids)):", "if False:", f"{DEVICES}::test_a_worker_computes_on_the_gpu"
+    ),
+    "ROCm is a part of the environment": Fix(
+        "devices.py",
+        '**({"hip": torch.version.hip} if torch.version.hip else {"cuda": cuda}),',
+        '"cuda": cuda,',
+        f"{DEVICES}::test_the_visible_devices_of_rocm",
+    ),
+    "a failed device forms no generation": Fix(
+        "train/loop.py", "        kind.check(self._device)\n", "", f"{FAULTS}::test_a_worker_whose_device_has_failed"
+    ),
+    "a failed device is not the fault of user code": Fix(
+        "task/environment.py",
+        "    except RuntimeError as failure:\n",
+        "    except ZeroDivisionError as failure:\n",
+        f"{FAULTS}::test_an_error_of_a_device",
+    ),
+    "a device that has failed twice is excluded": Fix(
+        "cluster/controller/controller.py",
+        "                self._pending_workers.exclude(key)\n",
+        "",
+        "tests/pure/cluster/controller/test_controller.py::test_a_device_that_has_failed_twice",
+    ),
+    "the cache of the device is freed": Fix(
+        "train/loop.py", "        kind.free_cache()\n", "", f"{FAULTS}::test_the_cache_is_empty"
+    ),
+    "fsdp needs its part of torch": Fix(
+        "preflight/model_checks.py",
+        'if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):',
+        "if False:",
+        "tests/pure/preflight/test_dry_run.py::test_fsdp_is_refused_with_a_version",
+    ),
+    "slices of a GPU use gloo": Fix(
+        "cluster/trainer.py",
+        "if not kind_of(device).is_slice(device):",
+        "if True:",
+        "tests/pure/cluster/test_trainer.py::test_workers_that_share_a_gpu",
+    ),
+    "a slice that the process does not see is refused": Fix(
+        "devices.py",
+        "int(assigned) if assigned.isdecimal() else count",
+        "int(assigned)",
+        f"{DEVICES}::test_a_gpu_that_the_process",
+    ),
 }
 
 

@@ -26,20 +26,20 @@ CEILINGS = {
     "ray_app/models": 2_342,
     "ray_app/plan": 926,
     "ray_app/predict": 611,
-    "ray_app/preflight": 5_070,
+    "ray_app/preflight": 5_071,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_687,
     "ray_app/retrain": 2_049,
     "ray_app/runlog": 2_427,
     "ray_app/storage": 1_502,
     "ray_app/submit": 736,
-    "ray_app/task": 11_330,
+    "ray_app/task": 11_340,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
     "ray_app/tune": 1_935,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_471,
+    "tests": 78_583,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,13 @@ from tests.device.budgets import FORMINGS, LOCKED, NO_CHECKPOINTS, STEPS, CountS
 from tests.device.strategies import Fields, strategy_job
 from tests.device.training import check_races, train_on_devices
 from tests.support.shifting_world import KillOnce
+
+
+@pytest.fixture(scope="module")
+def device_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+    """Processes for as many devices as a usual machine has."""
+    with WorkerPool(8, tmp_path_factory.mktemp("stores")) as pool:
+        yield pool
 
 
 def job_of(folder: Path, data: Path, fields: Fields) -> Job:

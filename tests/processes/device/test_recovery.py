@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.gpu_start import send_to_itself
 from ray_app.testing import WorkerPool
 from ray_app.train.job import Hooks
 from ray_app.train.process_group import prove_device
@@ -53,3 +54,20 @@ def prove_twice(rank: int, store: Path) -> None:
 
 def test_a_device_is_proved_with_memory_and_a_communicator_of_its_own(device_pool: WorkerPool) -> None:
     device_pool.run(1, prove_twice)
+
+
+def send_buckets(rank: int, store: Path, port: int) -> tuple[int, list[str]]:
+    """Sends buckets on a simulated device; returns the number of collectives, and the races."""
+    from tests.device.sim import DEVICE, SIM
+
+    SIM.start_counting()
+    before = SIM.counts().get("collectives", 0)
+    send_to_itself(rank, store, port, DEVICE)
+    return SIM.counts()["collectives"] - before, SIM.races()
+
+
+def test_the_line_of_buckets_on_a_gpu_sends_them_by_the_collectives_of_the_device(device_pool: WorkerPool) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    [(collectives, races)] = device_pool.run(1, send_buckets, store.port)
+    # Of each of six buckets, in three steps: an all-to-all and an all-gather, and an all-reduce; one forms the group.
+    assert (collectives, races) == (3 * 6 * 3 + 1, [])

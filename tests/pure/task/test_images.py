@@ -21,9 +21,11 @@ PHOTO = Image.fromarray(smooth_pixels(33, 41))
 STILL = [name for name in intact_files() if not name.startswith(("animated", "bmp", "tiff", "png of 16"))]
 
 
-def reference(encoded: bytes) -> Any:
-    """Returns the pixels that Pillow decodes, rotated by its own function."""
+def reference(encoded: bytes, min_side: int | None = None) -> Any:
+    """Returns the pixels that Pillow decodes, also at a smaller scale, rotated by its own function."""
     with Image.open(io.BytesIO(encoded)) as image:
+        if min_side is not None:
+            image.draft(None, (min_side, min_side))
         return np.asarray(ImageOps.exif_transpose(image).convert("RGB")).transpose(2, 0, 1)
 
 
@@ -47,6 +49,29 @@ def test_decoded_pixels_equal_those_of_pillow(kind: str) -> None:
 def test_jpeg_pixels_equal_those_of_pillow_for_every_subsampling(subsampling: Any, size: tuple[int, int]) -> None:
     encoded = encode(Image.fromarray(smooth_pixels(*size)), "jpeg", subsampling=subsampling)
     np.testing.assert_array_equal(decode_image(encoded), reference(encoded))
+
+
+@pytest.mark.parametrize("options", [{"subsampling": 0}, {"subsampling": 2}, {"progressive": True}, {"mode": "CMYK"}])
+@pytest.mark.parametrize(("size", "scaled"), [((32, 63), (32, 63)), ((64, 67), (32, 34)), ((415, 257), (52, 33))])
+def test_a_large_jpeg_is_decoded_at_the_scale_that_pillow_would_draft(
+    options: dict[str, Any], size: tuple[int, int], scaled: tuple[int, int]
+) -> None:
+    image = Image.fromarray(smooth_pixels(*size)).convert(options.get("mode", "RGB"))
+    encoded = encode(image, "jpeg", **{name: value for name, value in options.items() if name != "mode"})
+    pixels = decode_image(encoded, min_side=32)
+    assert pixels.shape[1:] == scaled
+    np.testing.assert_array_equal(pixels, reference(encoded, 32))
+
+
+def test_jpeg_scaling_changes_only_images_of_twice_the_size() -> None:
+    for size, is_equal in ((63, True), (64, False)):
+        files = [with_exif(orientation(6), image=Image.fromarray(smooth_pixels(size, 90)))]
+        scaled, whole = (
+            ImageClassification(size=32, num_classes=1, jpeg_scaling=on).decode({"image": files, "label": [0]})["image"]
+            for on in (True, False)
+        )
+        assert np.array_equal(scaled, whole) == is_equal
+        assert np.abs(scaled.astype(int) - whole).mean() < 2
 
 
 def test_unusual_jpeg_sampling_factors_are_decoded() -> None:
