@@ -173,12 +173,12 @@ class StudyDriver:
         self._section, self._console = section, console
         self._space: tuple[Dimension, ...] = parse_space(section.space, section.sampler == "grid")
         self.paths = StudyPaths.of(config, section)
-        TrialConfigs(config, self.paths, section).check(self._space)
+        plain = TrialConfigs(config, self.paths, section).check(self._space)
         before = read_record(self.paths)
         if before is not None and config.scaling.logical_workers is None:
             config = config.replace(scaling__logical_workers=before.identity["scaling.logical_workers"])
         self._config, metric, mode = self._resolve(config)
-        self._configs = TrialConfigs(self._config, self.paths, section)
+        self._configs = TrialConfigs(self._config, self.paths, section, plain)
         folds = len(self._configs.make(0, {})) if section.folds is not None else None
         self.num_trials = count_trials(self._space, section.sampler, section.trials)
         rules = section.scheduler

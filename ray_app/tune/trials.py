@@ -10,8 +10,9 @@ import io
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import ray
 import yaml
 
 from ray_app.config.checks import RULES, check_config
-from ray_app.config.config import Config, TextDumper, with_absolute_paths
+from ray_app.config.config import Config, TextDumper, digest_json, from_dict, with_absolute_paths
 from ray_app.config.rules import value_of
 from ray_app.config.strategies import STRATEGIES, strategy_with_workers
 from ray_app.data.folds import fold_configs
-from ray_app.driver.parsing import parse
+from ray_app.driver.parsing import parse, without_defaults
 from ray_app.driver.run import open_run
 from ray_app.errors import ConfigError, RayAppError, RunHeldError, TaskError, unwrap_app_error
 from ray_app.runlog.output import TextConsole
@@ -36,6 +37,7 @@ from ray_app.tune.space import Dimension
 
 _COMMON_SECTIONS = ("scaling", "failure", "evaluate", "train.profile_steps", "checkpoint")
 """Where a setting for which the process of a slot has no use is set to its default."""
+_CLASSES = ("task", "optimizer", "schedule")
 _MAX_PENDING = 1_000_000
 """Evaluations that may wait: none is skipped, or the best one would depend on how fast the evaluator is."""
 _opening = threading.Lock()
@@ -64,36 +66,52 @@ class TrialJob:
 
 
 class TrialConfigs:
-    """Makes the configurations of the trials of a study from the one of the user, by its parser.
+    """Makes the configurations of the trials of a study from the one of the user.
+
+    The parser takes longer than a short trial, so most settings are put into the parsed configuration: those for which
+    `check` has seen that this gives the same.
 
     Args:
         config: The configuration that the trials have in common.
         paths: The paths of the study.
         section: The section `tune`.
+        plain: Names of the settings that need no parser, from `check`.
     """
 
-    def __init__(self, config: Config, paths: StudyPaths, section: TuneSection) -> None:
+    def __init__(self, config: Config, paths: StudyPaths, section: TuneSection, plain: Set[str] = frozenset()) -> None:
         self._paths, self._section = paths, section
+        self._plain = plain
         config = with_absolute_paths(config)
         self._text = config.to_yaml()
+        self._values = self._parse({}).to_dict()
 
-    def check(self, space: tuple[Dimension, ...]) -> None:
-        """Raises ConfigError, with the parser's sentences, if a setting has no field, or one of another type."""
-        problems = list[str]()
+    def check(self, space: tuple[Dimension, ...]) -> set[str]:
+        """Returns the names of the settings that need no parser.
+
+        Raises:
+            ConfigError: A setting has no field, or one of another type; it has the parser's sentences.
+        """
+        problems, plain = list[str](), {dimension.name for dimension in space}
         for dimension in space:
             for value in dimension.probes():
+                settings = {dimension.name: value}
                 try:
-                    self._parse({dimension.name: value})
+                    parsed, config = self._parse(settings), self._insert(settings)
+                    # The digests of 1 and 1.0 differ.
+                    if config is None or digest_json(config.to_dict()) != digest_json(parsed.to_dict()):
+                        plain.discard(dimension.name)
                 except ConfigError as error:
                     reason = str(error).removeprefix("The configuration is refused:").strip()
                     problems.append(f"tune.space has {dimension.name}, and {value!r} is refused: {reason}")
                     break
         if problems:
             raise ConfigError("The configuration is refused:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        return plain
 
     def make(self, trial: int, settings: Mapping[str, Any]) -> list[Config]:
         """Returns the configuration of a trial for each fold; raises ConfigError if its settings do not go together."""
-        config = self._parse(settings)
+        config = self._insert(settings) if self._plain >= settings.keys() else None
+        config = config or self._parse(settings)
         # The driver of the study sends what a trial has recorded, see `StudyTracker`.
         config = config.replace(
             run__storage_path=str(self._paths.trials),
@@ -107,6 +125,28 @@ class TrialConfigs:
         if self._section.folds is not None:
             return fold_configs(config, self._section.folds)
         return [config.replace(evaluate__half="selection" if self._section.split_evaluation else None)]
+
+    def _insert(self, settings: Mapping[str, Any]) -> Config | None:
+        """Returns the configuration with settings, as they are, at their fields; None if that needs the parser.
+
+        Raises:
+            ConfigError: The settings do not go together.
+        """
+        values = deepcopy(self._values)
+        for name, value in settings.items():
+            *parents, last = name.split(".")
+            section = values
+            for parent in parents:
+                section = section.get(parent) if isinstance(section, dict) else None
+            # The parser drops arguments that another class does not have.
+            if not parents or not isinstance(section, dict) or last == "class_path":
+                return None
+            section[last] = value
+            if (spec := parents[0]) in _CLASSES:
+                values[spec] |= without_defaults({key: values[spec][key] for key in ("class_path", "init_args")})
+        config = from_dict(values)
+        check_config(config)
+        return config
 
     def _parse(self, settings: Mapping[str, Any]) -> Config:
         with tempfile.TemporaryDirectory(prefix="ray_app-tune-") as folder:

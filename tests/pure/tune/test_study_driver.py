@@ -13,14 +13,15 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.driver.parsing import load_config, load_section
-from ray_app.errors import StorageError
+from ray_app.errors import ConfigError, StorageError
 from ray_app.runlog.output import TextConsole
 from ray_app.tune import study
 from ray_app.tune.options import TuneSection
-from ray_app.tune.record import StudyRecord, TrialResult
+from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult
 from ray_app.tune.slots import Outcome
+from ray_app.tune.space import parse_space
 from ray_app.tune.study import StudyDriver, StudyFailedError
-from ray_app.tune.trials import TrialJob
+from ray_app.tune.trials import TrialConfigs, TrialJob
 from tests.support.paths import ROOT
 
 TUNE = {
@@ -170,3 +171,25 @@ def test_a_trial_counts_when_all_its_folds_have_ended(config: Config, monkeypatc
     assert decisions(record) == expected
     assert all(result.value == fmean(result.scores) for result in record.results)
     assert len(record.parts) == 3 * len(record.results)
+
+
+def test_a_setting_is_inserted_if_that_gives_what_the_parser_gives(config: Config) -> None:
+    space = {
+        "schedule.init_args.max_lr": {"log_uniform": [1.0e-4, 1.0e-1]},
+        "train.grad_clip_norm": {"choice": [None, 0.5]},
+        "data.global_batch_size": {"choice": [32, 64]},
+        # The second one is the default, which the parser removes.
+        "optimizer.init_args.eps": {"choice": [1.0e-6, 1.0e-8]},
+        # The parser makes a number of the first one.
+        "train.ema_decay": {"choice": ["0.9", 0.99]},
+        "optimizer.class_path": {"choice": ["torch.optim.SGD", "torch.optim.AdamW"]},
+    }
+    paths, section = StudyPaths(Path(config.run.storage_path) / "study"), TuneSection(space=space)
+    plain = TrialConfigs(config, paths, section).check(parse_space(space))
+    names = ("schedule.init_args.max_lr", "train.grad_clip_norm", "data.global_batch_size", "optimizer.init_args.eps")
+    assert plain == set(names)
+    settings = dict(zip(names, (0.0123, 0.5, 32, 1.0e-8), strict=True))
+    parsed, inserted = (TrialConfigs(config, paths, section, some).make(3, settings) for some in (set[str](), plain))
+    assert inserted == parsed
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size is 66"):
+        TrialConfigs(config, paths, section, plain).make(3, {"data.global_batch_size": 66})
