@@ -36,6 +36,7 @@ BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "resume.py": (["--rounds", "9"], ["--rounds", "2"]),
     "recovery.py": ([], ["--only", "kill", "--rounds", "1"]),
     "strategies.py": ([], ["--tiny"]),
+    "tune.py": ([], ["--quick", "--rounds", "1"]),
     "long_run.py": (["--rounds", "3"], ["--steps", "20000", "--rounds", "1"]),
 }
 """The further arguments of a whole measurement, and of a quick one, by benchmark."""

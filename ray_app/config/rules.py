@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -65,7 +66,8 @@ def read_type(hint: Any) -> FieldType:
     return FieldType(frozenset[Any]().union(*types), sum(choices, ()), next(filter(None, ranges), None))
 
 
-def field_types(section: type) -> dict[str, FieldType]:
+@lru_cache
+def field_types(section: type) -> Mapping[str, FieldType]:
     """Returns what each field of a class of options allows, by its name."""
     return {name: read_type(hint) for name, hint in get_type_hints(section, include_extras=True).items()}
 

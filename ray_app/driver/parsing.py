@@ -193,7 +193,7 @@ def parse_with_sections(
     groups = (values["optimizer"].get("init_args") or {}).pop(_GROUPS, None)
     for name in ("task", "optimizer", "schedule"):
         if values.get(name):
-            values[name] = _without_defaults(values[name])
+            values[name] = without_defaults(values[name])
     values["optimizer"][_GROUPS] = groups
     if any("class_path" not in spec for spec in values.get("observers") or []):
         raise _refusal("observers has an entry without class_path; each needs a class_path, and may have init_args.")
@@ -342,8 +342,8 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     values = _to_plain(parsed)
     groups = values["optimizer"]["init_args"].pop(_GROUPS, None)
     rest = {key: spec[key] for key in ("parameters", "steps") if key in spec}
-    schedule = _without_defaults(values.get("schedule"))
-    return {**_without_defaults(values["optimizer"]), _GROUPS: groups, "schedule": schedule, **rest}
+    schedule = without_defaults(values.get("schedule"))
+    return {**without_defaults(values["optimizer"]), _GROUPS: groups, "schedule": schedule, **rest}
 
 
 def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
@@ -423,13 +423,13 @@ def _to_plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
-def _without_defaults(value: Any) -> Any:
+def without_defaults(value: Any) -> Any:
     """Returns the specifications of classes with only those arguments that differ from their defaults.
 
     So an argument that a library adds later does not become a part of a run.
     """
     if isinstance(value, list):
-        return [_without_defaults(part) for part in value]
+        return [without_defaults(part) for part in value]
     if isinstance(value, dict) and value.keys() >= {"class_path", "dict_kwargs"}:
         raise ConfigError(
             f"{value['class_path']} has dict_kwargs {sorted(value['dict_kwargs'])}; a run stores only init_args. Name"
@@ -442,7 +442,7 @@ def _without_defaults(value: Any) -> Any:
         return value
     parameters = inspect.signature(load_class(value["class_path"])).parameters
     init_args = {
-        name: _without_defaults(argument)
+        name: without_defaults(argument)
         for name, argument in (value["init_args"] or {}).items()
         if name not in parameters or not _is_default(parameters[name].default, argument)
     }

@@ -323,7 +323,7 @@ class Run:
                     recorder.abandon()
             raise self._error or error from error
         logger.info("Run %s has ended at step %s: %s.", job.paths.name, summary.get("steps"), status)
-        facts = report_end(job.paths)
+        facts = None if job.pause_step is not None and status == "interrupted" else report_end(job.paths)
         if board is not None:
             board.close(to_mlflow_status(status), _TRACKING_STOP_S)
         if tracker is not None:

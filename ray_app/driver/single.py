@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+
+from ray import cloudpickle
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.reader import fetch_in_process, load_all
+from ray_app.data.reader import Decoded, RowSource, fetch_in_process, load_all
 from ray_app.devices import HOST, accelerator
 from ray_app.driver.interventions import Answers
 from ray_app.errors import ConfigError
@@ -37,14 +40,31 @@ def train_in_process(
     """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation if job.workers_evaluate else None
-    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    read_cache = (lambda: load_all(fetch_in_process, job.source)) if job.config.data.cache == "memory" else None
+    load_rows = partial(load_all, fetch_in_process) if job.pause_step is None else _load_for_trials
+    load = (lambda: load_rows(evaluation).arrays) if evaluation is not None else None
+    read_cache = (lambda: load_rows(job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
         context = WorkerContext(job, membership, windows, device, hooks, load_evaluation=load)
         if answers is not None:
             context = replace(context, ask=answers.answer, at_batch=lambda: answers.at_batch(membership.newest))
         train(context)
+
+
+_rows = dict[bytes, Decoded]()
+"""The decoded rows that a trial of a study leaves to the next one in this process, by their pickled source."""
+_MAX_SOURCES = 2
+
+
+def _load_for_trials(source: RowSource) -> Decoded:
+    """Returns the decoded rows of a data set, from an earlier trial in this process if they are the same."""
+    key = cloudpickle.dumps(source)
+    rows = _rows.pop(key, None)
+    # The memory of the older ones is freed first.
+    while rows is None and len(_rows) >= _MAX_SOURCES:
+        del _rows[next(iter(_rows))]
+    _rows[key] = load_all(fetch_in_process, source) if rows is None else rows
+    return _rows[key]
 
 
 _CHECK_S = 0.25

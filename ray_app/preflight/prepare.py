@@ -18,7 +18,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from ray_app.config.config import Config
+from ray_app.config.config import Config, digest_json
 from ray_app.config.strategies import strategy_with_workers
 from ray_app.data.probes import put_rows
 from ray_app.errors import BadRowError, ConfigError, RayAppError, RunExistsError, TaskError, is_refusal
@@ -33,15 +33,16 @@ from ray_app.preflight.changes import (
     store_code,
     store_data_versions,
 )
-from ray_app.preflight.checks import CHECKS
+from ray_app.preflight.checks import CHECKS, Check
 from ray_app.preflight.context import Branch, PreflightContext, ReadingRates
 from ray_app.process import why_not_writable
 from ray_app.runlog.journal import put_event
 from ray_app.runlog.paths import RunPaths
-from ray_app.runlog.redaction import redact, register_secrets
+from ray_app.runlog.redaction import redact, redact_value, register_secrets
 from ray_app.runlog.stored_config import parse_config
 from ray_app.storage.data_files import find_file
 from ray_app.storage.files import put_atomic, put_json, to_json, to_location, try_writing
+from ray_app.task.module import ModuleTask
 from ray_app.task.ragged import Arrays
 from ray_app.task.schema import stored_schema
 from ray_app.task.texts import TOKENIZER_FILE
@@ -49,6 +50,9 @@ from ray_app.train.job import Job
 from ray_app.watch.terminal import Finding, has_refusal
 
 logger = logging.getLogger(__name__)
+
+_passed: dict[str, list[int] | None] = {}
+"""The `ModuleTask.target_range` of each task with which a trial of a study has passed the dry run in this process."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
 
     Args:
         config: The configuration as the user wrote it.
-        pause_epochs: Epochs after which the start ends, see `Job.pause_step`.
+        pause_epochs: Epochs after which the start ends, see `Job.pause_step`. It is that of a trial then, and makes the
+            checks that run rows through the task only if no earlier trial in this process has, of the same task.
 
     Raises:
         ConfigError: Values do not fit together, or the task fails in the dry run.
@@ -104,8 +109,8 @@ def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
     """
     with closing(PreflightContext(config)) as context:
         warnings = list[str]()
-        for check in CHECKS:
-            if check.at_start and (outcome := check.execute(context)) is not None:
+        for check in _checks_of_start(context, pause_epochs is not None):
+            if (outcome := check.execute(context)) is not None:
                 warnings += outcome.warnings
         job, data = context.job, context.eval_source
         evaluation = (
@@ -130,6 +135,30 @@ def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
             context.reading_rates,
             context.branch and context.branch.compare(job.config),
         )
+
+
+def _checks_of_start(context: PreflightContext, is_trial: bool) -> Iterator[Check]:
+    """Yields the checks of a start; for a trial without those that an earlier one has passed in this process."""
+    key = ""
+    for check in CHECKS:
+        if is_trial and "one row" in (check.name, *check.needs):
+            key = key or _dry_run_key(context)
+            if key in _passed:
+                if isinstance(context.task, ModuleTask):
+                    context.task.target_range = _passed[key]
+                continue
+        if check.at_start:
+            yield check
+    if key:
+        _passed[key] = getattr(context.task, "target_range", None)
+
+
+def _dry_run_key(context: PreflightContext) -> str:
+    """Returns a digest of what decides whether the rows pass through the task."""
+    fields = context.config.to_dict()
+    for name in ("run", "optimizer", "schedule", "seed"):
+        del fields[name]
+    return digest_json([fields, context.plan.manifest.digest])
 
 
 def claim(prepared: Prepared, fence: int) -> Prepared:
@@ -199,7 +228,9 @@ def update_stored_config(job: Job) -> None:
 
 def put_config(paths: RunPaths, config: Config) -> None:
     """Writes the `config.yaml`, since the run is resumed from it; only its owner can write it, and read a secret."""
-    secret = register_secrets(config.to_dict())
+    values = config.to_dict()
+    register_secrets(values)
+    secret = redact_value(values) != values
     put_atomic(paths.config, config.to_yaml().encode(), mode=0o600 if secret else 0o644)
     if secret:
         logger.warning(

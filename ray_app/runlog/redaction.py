@@ -24,6 +24,7 @@ from urllib.parse import quote, quote_plus
 
 import yaml
 
+from ray_app.config.config import YAML_LOADER
 from ray_app.errors import escape_controls, remove_addresses
 from ray_app.storage.files import Location
 from ray_app.storage.object_stores import credential_variables
@@ -142,13 +143,9 @@ def is_secret_name(name: str) -> bool:
     return _SECRET.search(words) is not None and not is_harmless
 
 
-def register_secrets(values: Mapping[str, Any]) -> bool:
-    """Registers the secrets of a configuration in this process, so that `redact` and the log lines hide them.
-
-    It returns whether the configuration contains any, those in URIs included.
-    """
+def register_secrets(values: Mapping[str, Any]) -> None:
+    """Registers the secrets of a configuration in this process, so that `redact` and the log lines hide them."""
     _registered.update(_in_fields(values))
-    return redact_value(values) != values
 
 
 def register_run_secrets(config: Location) -> None:
@@ -156,7 +153,7 @@ def register_run_secrets(config: Location) -> None:
     if str(config) in _registered_runs:
         return
     try:
-        register_secrets(yaml.safe_load(config.read_text()) or {})
+        register_secrets(yaml.load(config.read_text(), YAML_LOADER) or {})
     except (OSError, ValueError, yaml.YAMLError):
         return
     _registered_runs.add(str(config))

@@ -137,8 +137,8 @@ def _without_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[
 def check_no_secrets(config: Config) -> None:
     """Raises `ConfigError` for a configuration with secrets: all users of the cluster can read a job's command."""
     values = config.to_dict()
-    if register_secrets(values):
-        names = ", ".join(_changed(values, redact_value(values)))
+    register_secrets(values)
+    if names := ", ".join(_changed(values, redact_value(values))):
         raise ConfigError(
             f"the configuration holds a secret ({names}), which all users could read in the job's command. Remove it"
             " and set an environment variable instead: on the cluster's nodes, or here with its name in submit.env."

@@ -68,6 +68,8 @@ class TuneSection:
         split_evaluation: Whether trials are compared by one half of the evaluation rows, so that the other half gives a
             score of the winner that nothing was chosen by. With folds no rows are left for that.
         slots: Trials that train at the same time. Default: as many as the cluster has capacity for.
+        reuse: Names of other studies below `run.storage_path`. A trial that one of them has trained, with the same
+            settings, data and code, is copied from there and not trained again.
         budget: What the study may use.
         register: Whether the winner becomes a version of `tracking.registered_model`, which does not serve yet.
         dry_run: Only shows the trials and rungs; nothing is trained or written.
@@ -84,6 +86,7 @@ class TuneSection:
     folds: PositiveInt | dict[str, Any] | None = None
     split_evaluation: bool = True
     slots: PositiveInt | None = None
+    reuse: list[str] = field(default_factory=list)
     budget: StudyBudget = StudyBudget()
     register: bool = False
     dry_run: bool = False

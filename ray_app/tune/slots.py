@@ -6,6 +6,7 @@ driven by a thread of the study's process instead, and its workers take the reso
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
@@ -38,6 +39,8 @@ class _TrialSlot:
     def __init__(self) -> None:
         keep_freed_memory()
         log_to_stderr()
+        # It takes seconds, by which the speed of the first trial would be underrated.
+        importlib.import_module("torchmetrics")
 
     def run(self, job: TrialJob) -> TrialResult:
         """See `run_trial`."""

@@ -50,7 +50,7 @@ from ray_app.tune.scheduler import Promotion, Scheduler, rung_epochs
 from ray_app.tune.slots import Slots, count_slots
 from ray_app.tune.space import Dimension, parse_space
 from ray_app.tune.tracking import StudyTracker
-from ray_app.tune.trials import TrialConfigs, TrialJob, in_process_config, shorten, to_text
+from ray_app.tune.trials import EarlierTrials, TrialConfigs, TrialJob, in_process_config, shorten, to_text
 
 logger = logging.getLogger(__name__)
 
@@ -173,12 +173,12 @@ class StudyDriver:
         self._section, self._console = section, console
         self._space: tuple[Dimension, ...] = parse_space(section.space, section.sampler == "grid")
         self.paths = StudyPaths.of(config, section)
-        TrialConfigs(config, self.paths, section).check(self._space)
+        plain = TrialConfigs(config, self.paths, section).check(self._space)
         before = read_record(self.paths)
         if before is not None and config.scaling.logical_workers is None:
             config = config.replace(scaling__logical_workers=before.identity["scaling.logical_workers"])
         self._config, metric, mode = self._resolve(config)
-        self._configs = TrialConfigs(self._config, self.paths, section)
+        self._configs = TrialConfigs(self._config, self.paths, section, plain)
         folds = len(self._configs.make(0, {})) if section.folds is not None else None
         self.num_trials = count_trials(self._space, section.sampler, section.trials)
         rules = section.scheduler
@@ -192,6 +192,7 @@ class StudyDriver:
                     " trials already. Give at least as many."
                 )
         self._load(before or StudyRecord(identity, metric, mode, list(self.rungs), folds=folds))
+        self._earlier = EarlierTrials([StudyPaths(self.paths.root.parent / name) for name in section.reuse])
         self._attempts = dict[tuple[Promotion, int | None], int]()
         self._tracker: StudyTracker | None = None
 
@@ -319,9 +320,13 @@ class StudyDriver:
         for job, fold in chosen:
             try:
                 config = self._configs.make(job.trial, self.record.trials[job.trial])[fold or 0]
+                earlier = self._earlier.take(self.record, job, fold, config)
             except ConfigError as error:
                 reason = f"ConfigError: {shorten(' '.join(str(error).split()))}"
                 self._take(TrialResult(*job, None, reason=reason, fold=fold))
+                continue
+            if earlier is not None:
+                self._take(earlier)
                 continue
             workers = self._count_workers(job, config, share)
             pool.start(TrialJob(*job, fold, config, self.rungs[job.rung], workers, str(self._stop_file)))

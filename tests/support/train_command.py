@@ -93,7 +93,7 @@ def image_arguments(folder: Path) -> list[str]:
 def run_benchmark(*command: str) -> str:
     """Runs a benchmark in another process, as from a shell, and returns its output."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

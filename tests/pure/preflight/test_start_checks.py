@@ -28,6 +28,8 @@ from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Segment
 from ray_app.predict.predict import _refuse_missing
+from ray_app.preflight.checks import Check
+from ray_app.preflight.context import CheckResult, PreflightContext
 from ray_app.preflight.prepare import Prepared, claim, prepare
 from ray_app.task.classification import classification_metrics
 from ray_app.task.module import ModuleTask
@@ -394,3 +396,46 @@ def test_a_prepared_run_has_numbers_for_all_and_auto(tmp_path: Path) -> None:
     config = config_of(data, TABULAR, {}, scaling__max_workers="all", scaling__gpus_per_worker="auto")
     scaling = prepare(config).job.config.scaling
     assert (scaling.max_workers, scaling.gpus_per_worker) == (1, 0)
+
+
+@pytest.fixture
+def dry_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the checks that run rows through the task, as they are made; none has passed before the test."""
+    names, execute = list[str](), Check.execute
+
+    def note(check: Check, context: PreflightContext) -> CheckResult | None:
+        names.extend({check.name}.intersection(["one row", "metrics"]))
+        return execute(check, context)
+
+    monkeypatch.setattr(Check, "execute", note)
+    monkeypatch.setattr("ray_app.preflight.prepare._passed", {})
+    return names
+
+
+def test_a_process_runs_rows_through_the_task_of_trials_once(tmp_path: Path, dry_runs: list[str]) -> None:
+    data = write(tmp_path / "a", {"x": [[0.5]] * 16, "label": LABELS, "other_label": LABELS})
+    model = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 2}}
+    init_args = {"model": model, "inputs": "x", "target": "label", "loss": CROSS_ENTROPY}
+    config = config_of(data, MODULE, init_args)
+    first = prepare(config, 1).job.task
+    other_rate = config.replace(optimizer__init_args={"lr": 0.01}, run__name="other", seed=1)
+    second = prepare(other_rate, 1).job.task
+    assert dry_runs == ["one row", "metrics"]
+    assert isinstance(first, ModuleTask)
+    assert isinstance(second, ModuleTask)
+    assert second.target_range == first.target_range == [0, 1, -100]
+    prepare(config.replace(task__init_args=init_args | {"target": "other_label"}), 1)
+    assert dry_runs == ["one row", "metrics"] * 2
+    # A run that is no trial makes all checks.
+    prepare(config)
+    assert dry_runs == ["one row", "metrics"] * 3
+
+
+def test_a_refused_dry_run_of_a_trial_is_refused_again(tmp_path: Path, dry_runs: list[str]) -> None:
+    model = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 7, "out_features": 2}}
+    init_args = {"model": model, "inputs": "x", "target": "label", "loss": CROSS_ENTROPY}
+    config = config_of(write(tmp_path / "a", {"x": [[0.5]] * 16, "label": LABELS}), MODULE, init_args)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="dry run with one row failed"):
+            prepare(config, 1)
+    assert dry_runs == ["one row"] * 2

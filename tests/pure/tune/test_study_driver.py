@@ -19,10 +19,11 @@ from ray_app.errors import ConfigError, StorageError
 from ray_app.runlog.output import TextConsole
 from ray_app.tune import study
 from ray_app.tune.options import TuneSection
-from ray_app.tune.record import StudyRecord, TrialResult
+from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult
 from ray_app.tune.slots import Outcome
+from ray_app.tune.space import parse_space
 from ray_app.tune.study import StudyDriver, StudyFailedError
-from ray_app.tune.trials import TrialJob
+from ray_app.tune.trials import TrialConfigs, TrialJob
 from tests.support.paths import ROOT
 
 TUNE = {
@@ -187,3 +188,25 @@ def test_the_epochs_that_a_task_chooses_by_its_rows_are_refused_with_their_numbe
         StudyDriver(config, section, TextConsole(quiet=True))
     config = config.replace(train__epochs=9)
     assert StudyDriver(config, section, TextConsole(quiet=True)).rungs[-1] == 9
+
+
+def test_a_setting_is_inserted_if_that_gives_what_the_parser_gives(config: Config) -> None:
+    space = {
+        "schedule.init_args.max_lr": {"log_uniform": [1.0e-4, 1.0e-1]},
+        "train.grad_clip_norm": {"choice": [None, 0.5]},
+        "data.global_batch_size": {"choice": [32, 64]},
+        # The second one is the default, which the parser removes.
+        "optimizer.init_args.eps": {"choice": [1.0e-6, 1.0e-8]},
+        # The parser makes a number of the first one.
+        "train.ema_decay": {"choice": ["0.9", 0.99]},
+        "optimizer.class_path": {"choice": ["torch.optim.SGD", "torch.optim.AdamW"]},
+    }
+    paths, section = StudyPaths(Path(config.run.storage_path) / "study"), TuneSection(space=space)
+    plain = TrialConfigs(config, paths, section).check(parse_space(space))
+    names = ("schedule.init_args.max_lr", "train.grad_clip_norm", "data.global_batch_size", "optimizer.init_args.eps")
+    assert plain == set(names)
+    settings = dict(zip(names, (0.0123, 0.5, 32, 1.0e-8), strict=True))
+    parsed, inserted = (TrialConfigs(config, paths, section, some).make(3, settings) for some in (set[str](), plain))
+    assert inserted == parsed
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size is 66"):
+        TrialConfigs(config, paths, section, plain).make(3, {"data.global_batch_size": 66})

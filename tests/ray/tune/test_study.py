@@ -98,6 +98,9 @@ def test_the_winner_has_the_parameters_of_a_straight_run(
     assert study.record.end is not None
     assert study.record.end["report"] == straight.evaluate(half="report")["accuracy"]
     assert [row["trial"] for row in study.trials] == ["0000", "0001", "0002", "0003"]
+    # A trial that only pauses writes no page.
+    pages = [paths.report.exists() for number in range(4) for paths in StudyPaths(study.path).runs(number, None)]
+    assert pages == [number == study.winner.trial for number in range(4)]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
