@@ -18,6 +18,7 @@ from ray_app.config.rules import Rule, check_fields, find_broken_rules, find_emp
 from ray_app.config.strategies import STRATEGIES, RefusedValue, list_strategies
 
 _NUMERIC_ARGUMENTS = ("lr", "weight_decay", "momentum", "dampening", "eps", "alpha")
+_MAX_WEIGHT = 1_000
 _NON_NEGATIVE_ARGUMENTS = ("lr", "weight_decay", "momentum", "eps")
 
 
@@ -265,6 +266,20 @@ _REDUCTION_RULES = (
         for when, reason in _NO_CAPTURE
     ),
 )
+
+
+def _has_weights(sources: list[Any]) -> bool:
+    """Returns whether each data set of a list has a path and a weight."""
+    return bool(sources) and all(
+        isinstance(source, dict)
+        and source.keys() == {"path", "weight"}
+        and isinstance(source["path"], str)
+        and type(source["weight"]) is int
+        and 1 <= source["weight"] <= _MAX_WEIGHT
+        for source in sources
+    )
+
+
 _OTHER_RULES = (
     Rule(
         "run.name",
@@ -348,6 +363,19 @@ _OTHER_RULES = (
         "data.fold_by_class",
         lambda c: c.data.fold_by_time,
         ", and data.fold_by_time is {c.data.fold_by_time}; folds have one rule. Leave one of them out.",
+    ),
+    Rule(
+        "data.path",
+        lambda c: not isinstance(c.data.path, str) and not _has_weights(c.data.path),
+        "; a list has {{path: FOLDER, weight: NUMBER}} for each data set, with whole numbers from 1 to 1,000.",
+    ),
+    Rule(
+        "data.path",
+        lambda c: (
+            not isinstance(c.data.path, str)
+            and (c.data.shard != "row" or not c.data.shuffle or c.data.balance_by is not None)
+        ),
+        "; several data sets need data.shard row, data.shuffle true and no data.balance_by. Set these, or name one.",
     ),
     Rule(
         "data.cache_dir",

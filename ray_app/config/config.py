@@ -84,6 +84,11 @@ def with_absolute_paths(config: Config) -> Config:
         return os.path.abspath(path) if path and "://" not in path else path
 
     data, uri = config.data, config.tracking.uri
+    path: str | list[dict[str, Any]]
+    if isinstance(data.path, str):
+        path = absolute(data.path)
+    else:
+        path = [{**source, "path": absolute(source["path"])} for source in data.path]
     if uri and uri.startswith(_SQLITE):
         uri = _SQLITE + absolute(uri.removeprefix(_SQLITE))
     return dataclasses.replace(
@@ -93,7 +98,7 @@ def with_absolute_paths(config: Config) -> Config:
             storage_path=absolute(config.run.storage_path),
             branch_from=config.run.branch_from and absolute(config.run.branch_from),
         ),
-        data=dataclasses.replace(data, path=absolute(data.path), eval_path=data.eval_path and absolute(data.eval_path)),
+        data=dataclasses.replace(data, path=path, eval_path=data.eval_path and absolute(data.eval_path)),
         tracking=dataclasses.replace(config.tracking, uri=uri),
     )
 
@@ -226,6 +231,9 @@ def result_fields(config: Config, manifest_digest: str) -> dict[str, Any]:
         "scaling.logical_workers": config.logical_workers,
         "scaling.threads_per_worker": config.scaling.threads_per_worker,
     }
+    # Folders may move, the ratio of their rows may not.
+    if config.data.weights is not None:
+        fields["data.weights"] = config.data.weights
     # With early stopping the evaluations decide which checkpoint is the result.
     if config.evaluate.patience is not None:
         section, cadence = config.evaluate, config.checkpoint

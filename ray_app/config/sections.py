@@ -144,7 +144,9 @@ class DataSection:
     """The data that a run reads, and how it is shuffled, batched and cached.
 
     Args:
-        path: Folder (or file) of Parquet with the training data.
+        path: Folder (or file) of Parquet with the training data. Or several in a ratio, such as `[{path: a, weight: 3},
+            {path: s3://bucket/b, weight: 1}]`: of 4 rows, 3 are of `a`. An epoch uses each row at least once, and
+            repeats the rows of data sets that end before.
         eval_path: Folder (or file) of Parquet with the evaluation data. Default: no evaluation.
         fold: Fold of `path`, from 0, on which the run evaluates; it trains on the others, or with `fold_by_time` on the
             rows before. Default: none, and it trains on all rows.
@@ -186,7 +188,7 @@ class DataSection:
         max_bad_rows: Number of skipped rows above which the run ends despite `skip`.
     """
 
-    path: str = ""
+    path: str | list[Any] = ""
     eval_path: str | None = None
     fold: NonNegativeInt | None = result_field(None)
     folds: Annotated[int, NumberRange(ge=2)] = result_field(5)
@@ -210,9 +212,19 @@ class DataSection:
     max_bad_rows: NonNegativeInt = 100
 
     @property
+    def sources(self) -> list[str]:
+        """Returns the paths of the training data."""
+        return [self.path] if isinstance(self.path, str) else [source["path"] for source in self.path]
+
+    @property
+    def weights(self) -> list[int] | None:
+        """Returns the weight of each of several data sets; None for a single one."""
+        return None if isinstance(self.path, str) else [source["weight"] for source in self.path]
+
+    @property
     def evaluation_path(self) -> str | None:
         """Returns the path of the data set with the rows to evaluate on: with a fold that of all rows."""
-        return self.eval_path if self.fold is None else self.path
+        return self.eval_path if self.fold is None else ", ".join(self.sources)
 
     @property
     def evaluation_name(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import groupby, permutations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ray_app.data.arrays import (
+    describe_other_columns,
     digest_of_ids,
     is_bytes,
     is_number,
@@ -47,14 +48,18 @@ from ray_app.plan.manifest import (
     parse_partitions,
 )
 from ray_app.storage.data_files import (
+    Root,
     file_versions,
     files_below,
     find_file,
     is_folder,
+    is_within,
+    locate,
     open_data_file,
     relative_path,
 )
 from ray_app.storage.files import Location, put_json, read_json, to_location
+from ray_app.task.texts import TOKENIZER_FILE
 from ray_app.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -64,8 +69,8 @@ _MIN_AGE_NS = 5_000_000_000
 """Age from which a file on a disk has a reliable version, see `_is_reliable`."""
 
 
-def hash_files(root: Location, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
-    """Returns the SHA-256 of files below a folder, by their relative path.
+def hash_files(root: Root, paths: Iterable[str], digest_cache: Location | None = None) -> dict[str, str]:
+    """Returns the SHA-256 of files of a data set, by their relative path.
 
     Where `digest_cache`, a file, keeps their digests, files that did not change since are not read again.
     """
@@ -76,7 +81,7 @@ def hash_files(root: Location, paths: Iterable[str], digest_cache: Location | No
     digests = {path: cached[path][1] for path in all_paths if path in cached and cached[path][0] == versions_now[path]}
     unread = [path for path in all_paths if path not in digests]
     with ThreadPoolExecutor(_THREADS) as pool:
-        digests |= zip(unread, pool.map(lambda path: sha256(root / path), unread), strict=True)
+        digests |= zip(unread, pool.map(lambda path: sha256(locate(root, path)), unread), strict=True)
     if digest_cache is not None and unread:
         kept = {
             path: [versions_now[path], digests[path]] for path in all_paths if _is_reliable(versions_now[path], now_ns)
@@ -85,11 +90,12 @@ def hash_files(root: Location, paths: Iterable[str], digest_cache: Location | No
     return {path: digests[path] for path in all_paths}
 
 
-def _versions(root: Location, paths: list[str]) -> list[Any]:
+def _versions(root: Root, paths: list[str]) -> list[Any]:
     """Returns a value for each file that changes with its content; a copy cannot restore all of it."""
-    if not isinstance(root, Path):
+    files = [locate(root, path) for path in paths]
+    if not all(isinstance(file, Path) for file in files):
         return file_versions(root, paths)
-    stats = [(root / path).stat() for path in paths]
+    stats = [file.stat() for file in files if isinstance(file, Path)]
     return [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in stats]
 
 
@@ -98,7 +104,7 @@ def _is_reliable(version: Any, now_ns: int) -> bool:
     return isinstance(version, str) or now_ns - version[2] > _MIN_AGE_NS
 
 
-def _load_digests(digest_cache: Location, root: Location) -> dict[str, Any]:
+def _load_digests(digest_cache: Location, root: Root) -> dict[str, Any]:
     try:
         values = read_json(digest_cache) or {}
         return dict(values["files"]) if values.get("root") == str(root) else {}
@@ -113,7 +119,7 @@ def sha256(file: Location) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], npt.NDArray[np.unsignedinteger]]:
+def read_labels(root: Root, manifest: Manifest, column: str) -> tuple[list[Any], npt.NDArray[np.unsignedinteger]]:
     """Reads a column of integers or text as classes; raises DataError for another column, or one with missing values.
 
     Returns the distinct values in ascending order, and for each row, in manifest order, the index of its value, in the
@@ -136,7 +142,7 @@ def read_labels(root: str, manifest: Manifest, column: str) -> tuple[list[Any], 
 
 
 def read_column(
-    root: str, manifest: Manifest, column: str, convert: Callable[[str, pa.ChunkedArray], npt.NDArray], advice: str
+    root: Root, manifest: Manifest, column: str, convert: Callable[[str, pa.ChunkedArray], npt.NDArray], advice: str
 ) -> npt.NDArray:
     """Returns the values of a column for all rows in manifest order, (rows,).
 
@@ -156,7 +162,7 @@ def read_column(
         return np.concatenate(list(pool.map(read, manifest.paths)))
 
 
-def count_labels(root: str, manifest: Manifest, column: str) -> dict[int, int]:
+def count_labels(root: Root, manifest: Manifest, column: str) -> dict[int, int]:
     """Returns the number of rows by value of a column of classes; see `read_labels`."""
     labels, label_of_row = read_labels(root, manifest, column)
     return dict(zip(labels, np.bincount(label_of_row, minlength=len(labels)).tolist(), strict=True))
@@ -166,7 +172,7 @@ _BLOCK_ROWS = 65_536
 """Maximum rows that `read_rows` converts together, so that only the stored form of a large row group is in memory."""
 
 
-def read_rows(root: str, manifest: Manifest, columns: list[str]) -> Iterator[dict[str, Any]]:
+def read_rows(root: Root, manifest: Manifest, columns: list[str]) -> Iterator[dict[str, Any]]:
     """Yields all rows by column, in blocks in manifest order, with missing values; see `table_to_rows`."""
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         with DataFile(root, manifest.paths[number], manifest.rules) as file:
@@ -192,25 +198,36 @@ _INDEX_NAMES = re.compile(r"|__index_level_\d+__|Unnamed: \d+")
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder of Parquet files (path or URI), to which the paths of the manifest are relative.
+    """A folder of Parquet files, or several.
 
     Args:
+        root: The folder (path or URI) to which the paths of the manifest are relative, see `Root`.
         unlisted: The files that an ingest has not written, see `find_unlisted`.
     """
 
-    root: str
+    root: Root
     manifest: Manifest
     facts: DataFacts
     unlisted: tuple[str, ...] = ()
 
 
-def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
-    """Opens a Parquet file, or all `*.parquet` files below a folder.
+@dataclass(frozen=True)
+class _Source:
+    """One data set as its files describe it; see `Dataset` and `read_description`."""
+
+    root: Location
+    footers: Footers
+    description: Mapping[str, Any]
+    unlisted: tuple[str, ...]
+
+
+def open_dataset(path: str | Sequence[str], classes: Sequence[str] | None = None) -> Dataset:
+    """Opens a Parquet file, or all `*.parquet` files below a folder, or several of these as one data set.
 
     It uses the footers file of an ingest for the files that have not changed since, and reads the other footers.
 
     Args:
-        path: The file or folder.
+        path: The file or folder, or a list of them.
         classes: The names of classes to number the labels by, such as those of the data that a model was trained on;
             they count if they have the names of all classes of this data set.
 
@@ -218,6 +235,32 @@ def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
         DataError: The path does not exist, a file is not Parquet, the files have different columns or classes, a shard
             of the ingest is missing, there are no rows, or `read_description` refuses `_dataset.json`.
     """
+    names = [path] if isinstance(path, str) else path
+    sources = [_read_source(name) for name in names]
+    root: Root
+    if isinstance(path, str):
+        [source] = sources
+        root, footers = str(source.root), source.footers
+        description = source.description
+    else:
+        _check_joinable(names, sources)
+        root = tuple(str(source.root) for source in sources)
+        footers = _join_footers([source.footers for source in sources], names)
+        class_lists = [json.loads(text) for text in dict.fromkeys(footers.classes) if text]
+        description = {
+            "index_columns": [name for s in sources for name in s.description.get("index_columns", ())],
+            "classes": list(dict.fromkeys(str(name) for names in class_lists for name in names)),
+        }
+    numbering = _number_files(root, footers, description, classes)
+    for name, source in zip(names, sources, strict=True):
+        if source.unlisted:
+            logger.warning("%s", describe_unlisted(name, source.unlisted))
+    manifest = replace(footers.manifest, class_maps=numbering.class_maps)
+    facts = _facts(", ".join(names), root, footers, manifest, numbering.classes, description)
+    return Dataset(root, manifest, facts, sum((source.unlisted for source in sources), ()))
+
+
+def _read_source(path: str) -> _Source:
     target = to_location(path)
     is_file = not is_folder(target)
     if is_file and not find_file(target):
@@ -240,15 +283,46 @@ def open_dataset(path: str, classes: Sequence[str] | None = None) -> Dataset:
     if not files:
         raise DataError(f"data path {path!r} holds no *.parquet file; ingest the data first: ray-app ingest --help.")
     footers = read_footers(root, files, None if is_file else load_footers(root))
-    manifest = footers.manifest
-    if not manifest.num_rows:
+    if not footers.manifest.num_rows:
         raise DataError(f"data path {path!r} holds {len(files)} Parquet files, but no row to train on.")
-    unlisted = () if is_file else find_unlisted(root, manifest.paths, description)
-    numbering = _number_files(root, footers, description, classes)
-    if unlisted:
-        logger.warning("%s", describe_unlisted(path, unlisted))
-    manifest = replace(manifest, class_maps=numbering.class_maps)
-    return Dataset(str(root), manifest, _facts(path, root, footers, manifest, numbering.classes, description), unlisted)
+    return _Source(root, footers, description, () if is_file else find_unlisted(root, paths, description))
+
+
+def _check_joinable(names: Sequence[str], sources: Sequence[_Source]) -> None:
+    """Raises DataError for data sets that share files or have texts of different tokenizers.
+
+    Warns if labels of one have no names and are therefore matched by number.
+    """
+    for one, two in permutations(names, 2):
+        if is_within(to_location(one), to_location(two)):
+            raise DataError(f"{one} is {two} or in it, so its rows would count twice. Name each data set once.")
+    files = [find_file(source.root / TOKENIZER_FILE) for source in sources]
+    if len({file and file.location.read_bytes() for file in files}) > 1:
+        raise DataError(f"{join_names(names)} have texts of different tokenizers. Ingest them with the same options.")
+    unnamed = [name for name, source in zip(names, sources, strict=True) if not any(source.footers.classes)]
+    if unnamed and len(unnamed) < len(names):
+        logger.warning(
+            "%s has no names of classes, and other data sets have: its labels are matched by number.", unnamed[0]
+        )
+
+
+def _join_footers(parts: Sequence[Footers], names: Sequence[str]) -> Footers:
+    """Returns the facts of several data sets with these names; a path begins with the index of its data set.
+
+    Raises DataError if they have different columns.
+    """
+    tables = []
+    for index, part in enumerate(parts):
+        if others := describe_other_columns(part.schema, parts[0].schema):
+            raise DataError(
+                f"{names[index]} has other columns than {names[0]}: {others}. Data sets that are used together need"
+                " the same columns. Ingest them with the same options."
+            )
+        paths = pa.array([f"{index}/".encode() + path for path in part.table["path"].to_pylist()], pa.binary())
+        table = part.table.set_column(part.table.schema.get_field_index("path"), "path", paths)
+        classes = pa.array(part.classes, pa.string())
+        tables.append(table.set_column(table.schema.get_field_index("classes"), "classes", classes))
+    return Footers(parts[0].schema, pa.concat_tables(tables))
 
 
 def _read_finished_description(path: str, root: Location) -> dict[str, Any]:
@@ -305,7 +379,7 @@ class _Numbering:
 
 
 def _number_files(
-    root: Location, footers: Footers, description: Mapping[str, Any], preferred: Sequence[str] | None
+    root: Root, footers: Footers, description: Mapping[str, Any], preferred: Sequence[str] | None
 ) -> _Numbering:
     """Returns the numbers of the classes in all files: those of the description, or of the longest list in a file.
 
@@ -331,9 +405,10 @@ def _number_files(
             return _Numbering(classes, {path: new_numbers[text] for path, text in texts if text in new_numbers})
     bad = {text for text, numbers in maps.items() if numbers is None or (has_none and text)}
     file, text = next(pair for pair in zip(footers.paths, footers.classes, strict=True) if pair[1] in bad)
+    origin = DESCRIPTION if description and isinstance(root, str) else "another file"
     raise DataError(
-        f"{root / file} has the classes {join_names(stored[text])}; the data set has"
-        f" {join_names(() if has_none else names)} ({DESCRIPTION if description else 'another file'}). Classes are"
+        f"{locate(root, file)} has the classes {join_names(stored[text])}; the data set has"
+        f" {join_names(() if has_none else names)} ({origin}). Classes are"
         f" matched by name{', and classes of masks also by number' * ('mask' in footers.schema.names)}. Correct the"
         " labels and ingest the file again, or add its rows with ray-app ingest --append true --new_classes true."
     )
@@ -341,7 +416,7 @@ def _number_files(
 
 def _facts(
     path: str,
-    root: Location,
+    root: Root,
     footers: Footers,
     manifest: Manifest,
     classes: tuple[str, ...] | None,
@@ -353,9 +428,9 @@ def _facts(
         ranges[name] = replace(ranges[name], min=0, max=len(classes or ()) - 1)
     columns = {field.name: _column_facts(field, ranges[field.name]) for field in fields}
     columns |= {name: facts for name, facts in _partition_facts(manifest).items() if name not in columns}
-    count = partial(count_labels, str(root), manifest)
+    count = partial(count_labels, root, manifest)
     index = tuple(dict.fromkeys([*index_columns(footers.schema), *description.get("index_columns", [])]))
-    read = partial(read_rows, str(root), manifest)
+    read = partial(read_rows, root, manifest)
     return DataFacts(path, manifest.num_rows, columns, classes, count, index, read)
 
 

@@ -50,7 +50,6 @@ from ray_app.plan.hashing import UInt64, hash_array, key
 from ray_app.plan.order import Int64
 from ray_app.process import check_owner, private_folder
 from ray_app.storage.data_files import file_versions
-from ray_app.storage.files import to_location
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ def cache_key(source: RowSource, settings: str) -> str:
     manifest, reader = source.manifest, source.reader
     facts = {
         "manifest": manifest.digest,
-        "files": file_versions(to_location(reader.root), manifest.paths),
+        "files": file_versions(reader.root, manifest.paths),
         "fields": {name: asdict(spec) for name, spec in source.fields.items()},
         "columns": reader.columns,
         "classes": dict(reader.rules.class_maps),

@@ -25,7 +25,7 @@ from ray_app.errors import DataError
 from ray_app.plan.hashing import hash_array, key
 from ray_app.plan.manifest import Manifest
 from ray_app.plan.order import count_rows_by_file, fill_bins
-from ray_app.storage.files import to_location
+from ray_app.storage.data_files import Root
 
 Mask = npt.NDArray[np.bool_]
 _SELECTION_SHARE = 0.5
@@ -37,7 +37,7 @@ Both parts need many rows: a gain must be distinguished from chance.
 
 def open_training_data(config: Config) -> Dataset:
     """Opens the rows that a run trains on: those of `data.path`, without those of its fold."""
-    dataset = open_dataset(config.data.path)
+    dataset = _open_all(config.data)
     return dataset if config.data.fold is None else _select(dataset, split_fold(dataset, config.data)[0])
 
 
@@ -47,14 +47,19 @@ def open_evaluation_data(config: Config, classes: Sequence[str] | None = None) -
     `classes` number the labels, see `open_dataset`.
     """
     data, half = config.data, config.evaluate.half
-    dataset = open_dataset(str(data.evaluation_path), classes)
+    dataset = _open_all(data, classes) if data.fold is not None else open_dataset(str(data.eval_path), classes)
     chosen = np.ones(dataset.manifest.num_rows, np.bool_) if data.fold is None else split_fold(dataset, data)[1]
     if half is not None:
-        digests = hash_files(to_location(dataset.root), dataset.manifest.paths)
+        digests = hash_files(dataset.root, dataset.manifest.paths)
         chosen = chosen & (choose_selection_rows(dataset.manifest, digests) == (half == "selection"))
         if not chosen.any():
             raise DataError(f"{data.evaluation_name} has no row in the half {half!r}. Leave evaluate.half out.")
     return dataset if chosen.all() else _select(dataset, chosen)
+
+
+def _open_all(data: DataSection, classes: Sequence[str] | None = None) -> Dataset:
+    """Opens all rows of `data.path`."""
+    return open_dataset(data.path if isinstance(data.path, str) else data.sources, classes)
 
 
 def fold_configs(config: Config, folds: int | Mapping[str, Any]) -> list[Config]:
@@ -142,7 +147,7 @@ def _folds_of_classes(class_of_row: npt.NDArray[np.unsignedinteger], folds: int)
     return fold_of_row
 
 
-def _read_times(root: str, manifest: Manifest, column: str) -> npt.NDArray[Any]:
+def _read_times(root: Root, manifest: Manifest, column: str) -> npt.NDArray[Any]:
     """Returns the times of all rows, (rows,), in manifest order; raises DataError for a row without one."""
 
     def convert(path: str, values: pa.ChunkedArray) -> npt.NDArray[Any]:

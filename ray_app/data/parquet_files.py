@@ -47,13 +47,15 @@ from ray_app.plan.manifest import (
 )
 from ray_app.storage.data_files import (
     ObjectReader,
+    Root,
     bucket_errors,
+    locate,
     open_parquet,
     parser_errors,
     relative_path,
     to_read_error,
 )
-from ray_app.storage.files import Location, put_atomic, to_location
+from ray_app.storage.files import Location, put_atomic
 from ray_app.storage.object_stores import CONNECTIONS
 
 _ADVICE = "The file cannot be read as Parquet; restore it or ingest the data again."
@@ -65,8 +67,8 @@ _TYPES = {"int64": pa.int64(), "double": pa.float64(), "string": pa.string()}
 class DataFile:
     """An open Parquet file, also a context manager; with `buffer_bytes` 0 row groups are fetched as a whole."""
 
-    def __init__(self, root: str | Location, path: str, rules: ReadRules, buffer_bytes: int = 0) -> None:
-        self._location = (to_location(root) if isinstance(root, str) else root) / path
+    def __init__(self, root: Root, path: str, rules: ReadRules, buffer_bytes: int = 0) -> None:
+        self._location = locate(root, path)
         self._path = path
         self._file = open_parquet(self._location, buffer_bytes)
         self._is_plain = is_plain(self._file.schema_arrow)
@@ -199,8 +201,8 @@ class DataFile:
 class OpenFiles:
     """The files of a data set that were read last, of which at most `_MAX_OPEN` are open at a time; see `DataFile`."""
 
-    def __init__(self, root: str, rules: ReadRules) -> None:
-        self._root, self._rules = to_location(root), rules
+    def __init__(self, root: Root, rules: ReadRules) -> None:
+        self._root, self._rules = root, rules
         self._open: OrderedDict[str, DataFile] = OrderedDict()
 
     def get(self, path: str) -> DataFile:

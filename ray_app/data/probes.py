@@ -26,8 +26,8 @@ from ray_app.data.reader import POSITION, Reader, Span, make_span, read_span, re
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.hashing import key, permutation
 from ray_app.plan.manifest import Manifest
-from ray_app.storage.data_files import parser_errors
-from ray_app.storage.files import Location, put_atomic, to_location
+from ray_app.storage.data_files import locate, parser_errors
+from ray_app.storage.files import Location, put_atomic
 from ray_app.task.ragged import Arrays, Field, Ragged
 from ray_app.task.user_code import row_error_reason
 
@@ -48,7 +48,7 @@ def decode_first_row(dataset: Dataset, columns: list[str], decode_rows: Decode, 
     refused: list[BadRowError] = []
     for group, row in islice(all_rows, max_bad + 1):
         span = make_span(manifest, group, row, 1)
-        table = read_with_retries(to_location(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
+        table = read_with_retries(locate(dataset.root, span.path), partial(_read_span, dataset, span, columns))
         if missing := find_missing_values(table, columns):
             refused.append(BadRowError(span.path, span.row_group, row, missing[0]))
             continue
@@ -150,7 +150,7 @@ def sample_rows(dataset: Dataset, columns: list[str], decode_rows: Decode, max_r
         takes_all = len(chosen) == len(groups) and manifest.num_rows <= max_rows
         sampled = rows if takes_all else min(rows, max_rows // (len(chosen) - number))
         span = make_span(manifest, group, 0, rows)
-        table = read_with_retries(to_location(dataset.root) / span.path, partial(_read_span, dataset, span, columns))
+        table = read_with_retries(locate(dataset.root, span.path), partial(_read_span, dataset, span, columns))
         if find_missing_values(table, columns):
             return None
         tables.append(table.take(np.linspace(0, rows - 1, sampled).round().astype(np.int64)))
@@ -196,7 +196,7 @@ def find_longest_row(
         first = 0
         try:
             with (
-                parser_errors(to_location(dataset.root) / path, "The file cannot be read as Parquet."),
+                parser_errors(locate(dataset.root, path), "The file cannot be read as Parquet."),
                 DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
             ):
                 index = int(manifest.index_in_file[group])

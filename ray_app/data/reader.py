@@ -61,8 +61,8 @@ from ray_app.plan.hashing import hash_array
 from ray_app.plan.manifest import Manifest, ReadRules
 from ray_app.plan.order import Segment
 from ray_app.retry import Retry
-from ray_app.storage.data_files import to_read_error
-from ray_app.storage.files import Location, to_location
+from ray_app.storage.data_files import Root, locate, to_read_error
+from ray_app.storage.files import Location
 from ray_app.task.ragged import Field
 from ray_app.task.user_code import bisect_rows, row_error_reason
 
@@ -121,7 +121,7 @@ class Reader:
     """Reads and decodes rows of a data set; small, as it is pickled to every read task.
 
     Args:
-        root: Folder (path or URI) that paths are relative to.
+        root: See `ray_app.storage.data_files.Root`.
         decode: Turns stored rows into arrays, see `Task.decode`.
         fields: Specification of a decoded row, see `probe`.
         skips: Whether a row that cannot be decoded becomes zeros, with the reason in the column `REASON`; otherwise it
@@ -130,7 +130,7 @@ class Reader:
         rules: See `Manifest.rules`.
     """
 
-    root: str
+    root: Root
     columns: list[str]
     decode: Decode
     fields: dict[str, ArraySpec]
@@ -164,7 +164,7 @@ class Reader:
                 yield from self._decode_span(span, table, block_rows)
 
     def _read_group(self, files: OpenFiles, path: str, row_group: int) -> pa.Table:
-        where = to_location(self.root) / path
+        where = locate(self.root, path)
         return read_with_retries(where, lambda: files.get(path).read_row_group(row_group, self.columns))
 
     def _decode_span(self, span: Span, table: pa.Table, block_rows: int) -> Iterator[pa.Table]:
@@ -402,8 +402,8 @@ class _OpenGroup:
 class SliceReader:
     """Reads large row groups in slices, each from its beginning to its end, once for every reading position."""
 
-    def __init__(self, root: str, columns: list[str], rules: ReadRules) -> None:
-        self._root = to_location(root)
+    def __init__(self, root: Root, columns: list[str], rules: ReadRules) -> None:
+        self._root = root
         self._columns = columns
         self._rules = rules
         self._max_open = min(_MAX_OPEN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
@@ -419,7 +419,7 @@ class SliceReader:
 
         If they do not continue an earlier slice, it reads the row group from its beginning and skips the rows before.
         """
-        group, table = read_with_retries(self._root / span.path, lambda: self._read_slice(span))
+        group, table = read_with_retries(locate(self._root, span.path), lambda: self._read_slice(span))
         group.next_row += span.rows
         if group.next_row < span.group_rows:
             self._keep_open((span.path, span.row_group, group.next_row), group)

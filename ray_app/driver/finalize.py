@@ -274,7 +274,7 @@ def make_late_tracker(job: Job, config: Config, open_run: OpenRun = OpenRun()) -
     uri = (read_json(job.paths.tracking) or {}).get("uri")
     if config == job.config and uri and HIDDEN not in uri and uri != redact(default_tracking_uri(config)):
         config = config.replace(tracking__uri=uri)
-    data = DataSet("training", config.data.path, manifest.digest, manifest.num_rows)
+    data = DataSet("training", ", ".join(config.data.sources), manifest.digest, manifest.num_rows)
     tags, every_steps = make_run_tags(job.paths, config, manifest.digest), config.tracking.every_steps
     return Tracker(job.paths, config, tags, every_steps, [data], is_over=True, open_run=open_run)
 

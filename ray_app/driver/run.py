@@ -536,10 +536,8 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
         f" epoch{passes}, {counted_word(config.train.epochs, 'epoch')}; {_workers_text(config, max_workers)},"
         f" arithmetic of {job.plan.logical_workers}"
     )
-    if (classes := job.plan.classes) is not None:
-        console.print(
-            f"balanced: in each pass each of {len(classes.totals)} classes is used {classes.totals.max():,} times"
-        )
+    if (uses := job.plan.describe_uses(config.data.sources)) is not None:
+        console.print(uses)
     nodes = ray.nodes() if ray.is_initialized() else []
     if use := describe_use(config, max_workers, nodes):
         console.print(use)

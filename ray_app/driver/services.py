@@ -43,7 +43,7 @@ def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker |
     config, manifest = job.config, job.plan.manifest
     if not config.tracking.enabled:
         return None
-    datasets = [DataSet("training", config.data.path, manifest.digest, manifest.num_rows)]
+    datasets = [DataSet("training", ", ".join(config.data.sources), manifest.digest, manifest.num_rows)]
     if job.evaluation is not None:
         evaluated = job.evaluation.manifest
         datasets.append(DataSet("evaluation", str(config.data.evaluation_path), evaluated.digest, evaluated.num_rows))

@@ -37,8 +37,8 @@ from ray_app.ingest.summary import (
     merge_statistics,
 )
 from ray_app.plan.manifest import ColumnFacts
-from ray_app.storage.data_files import files_below, parser_errors, publish, relative_path
-from ray_app.storage.files import Location, to_location
+from ray_app.storage.data_files import files_below, locate, parser_errors, publish, relative_path
+from ray_app.storage.files import Location
 
 MAX_COUNTED_LABELS = 100_000
 
@@ -405,7 +405,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
     for number, groups in groupby(range(manifest.num_row_groups), lambda group: int(manifest.file_of[group])):
         path = manifest.paths[number]
         with (
-            parser_errors(to_location(dataset.root) / path, "The file cannot be read as Parquet; restore it."),
+            parser_errors(locate(dataset.root, path), "The file cannot be read as Parquet; restore it."),
             DataFile(dataset.root, path, manifest.rules, _BUFFER_BYTES) as file,
         ):
             for index in map(int, manifest.index_in_file[list(groups)]):

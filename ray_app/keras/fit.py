@@ -319,7 +319,7 @@ def _untracked_fields(fields: Mapping[str, Any]) -> Fields:
 
 def _refuse_other_arrays(config: Config, before: Config | None) -> None:
     """Raises RunExistsError if the run of this name was trained on other rows; a folder's name is their digest."""
-    if before is not None and to_location(before.data.path).name != to_location(config.data.path).name:
+    if before is not None and to_location(before.data.sources[0]).name != to_location(config.data.sources[0]).name:
         raise RunExistsError(
             f"The run {config.run.name!r} was trained on other rows: {before.data.path}, now {config.data.path}. Choose"
             " another name for a new run, or pass the same rows, or the first path as x, to continue it."

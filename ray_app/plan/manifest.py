@@ -216,7 +216,8 @@ class Manifest:
     """The row groups of a data set in a fixed order: by relative path, then by index in the file.
 
     Args:
-        paths: Path of each Parquet file, relative to the data set's root, sorted.
+        paths: Path of each Parquet file, relative to the data set's root, sorted. Of several data sets it begins with
+            the index of its own, as in `1/part-00000.parquet`.
         file_of: For each row group, the index of its file in `paths`, shape (row groups,).
         index_in_file: For each row group, its index in its file, shape (row groups,).
         rows: For each row group, its number of rows, shape (row groups,).

@@ -15,13 +15,15 @@ the whole position of a run in its data.
 Where classes are balanced, `Uses` says how often each row is used in an epoch, so that all classes occur equally often.
 Each row of the largest class is used once. Rows of a smaller class are repeated, some once more than others, and the
 rows that are repeated once more rotate from epoch to epoch. Only then memory grows with the rows (1 or 2 bytes each for
-the class), and with row groups times classes.
+the class), and with row groups times classes. A `Mixture` repeats the rows of data sets by their weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -29,6 +31,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ray_app.errors import DataError
 from ray_app.plan.hashing import hash_array, key, mix_array, permutation
 from ray_app.plan.manifest import Manifest
 
@@ -102,6 +105,69 @@ class Classes:
     def digest(self) -> str:
         """The SHA-256 of the class of every row."""
         return hashlib.sha256(self.of_row.astype("<u4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The data sets of a manifest, of which rows are used in a ratio.
+
+    The rows of an epoch are dealt to the data sets one after another, by a pattern of `sum(weights)` rows in which each
+    data set has its weight, spread evenly. Each data set has its row groups in the order of the epoch, and begins again
+    when all its rows are used.
+
+    Args:
+        weights: The weight of each data set, at least 1.
+        of_group: The data set of each row group of the manifest, shape (row groups,).
+        rows: The number of rows of each data set, at least 1.
+    """
+
+    weights: tuple[int, ...]
+    of_group: Int64
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, weights: Sequence[int]) -> Mixture:
+        """Returns the mixture of the data sets of a manifest, see `Manifest.paths`; DataError for one without rows."""
+        of_file = np.array([int(path.partition("/")[0]) for path in manifest.paths], np.int64)
+        of_group = of_file[manifest.file_of]
+        rows = np.bincount(of_group, weights=manifest.rows, minlength=len(weights)).astype(np.int64)
+        if not rows.all():
+            raise DataError(
+                f"Data set {int(rows.argmin())} of data.path has no row to train on (data.fold). Name another fold."
+            )
+        common = math.gcd(*weights)
+        return cls(tuple(weight // common for weight in weights), of_group, tuple(rows.tolist()))
+
+    @cached_property
+    def rows_per_epoch(self) -> int:
+        """The rows of an epoch: as few as use each row of all data sets."""
+        ends = []
+        for index, (rows, weight) in enumerate(zip(self.rows, self.weights, strict=True)):
+            patterns, rest = divmod(rows - 1, weight)
+            ends.append(patterns * sum(self.weights) + int(np.searchsorted(self._pattern[:, index], rest + 1)))
+        return max(ends)
+
+    @cached_property
+    def _pattern(self) -> Int64:
+        """The rows of each data set before each row of the pattern, and before its end, shape (pattern + 1, sets)."""
+        total, used = sum(self.weights), [0] * len(self.weights)
+        pattern = [list(used)]
+        for row in range(total):
+            # Row n of a data set belongs between the rows n / share and (n + 1) / share. The first end decides, so that
+            # after each row a data set has had its share to within less than one row (Liu and Layland 1973).
+            ends = [
+                (-(-(count + 1) * total // weight), weight, index)
+                for index, (count, weight) in enumerate(zip(used, self.weights, strict=True))
+                if count * total < (row + 1) * weight
+            ]
+            used[min(ends)[-1]] += 1
+            pattern.append(list(used))
+        return np.array(pattern, np.int64)
+
+    def rows_before(self, row: int) -> list[int]:
+        """Returns how many rows of each data set are among the first `row` rows of an epoch."""
+        patterns, rest = divmod(row, sum(self.weights))
+        return (patterns * self._pattern[-1] + self._pattern[rest]).tolist()
 
 
 class Uses:
@@ -209,6 +275,7 @@ class Plan:
             a step has.
         shuffle: Whether rows are shuffled. Otherwise every epoch has them in the order of the manifest; with `row` step
             k has the k-th `global_batch_size` rows, of which each logical worker has consecutive ones.
+        mixture: The data sets that are used in a ratio; with `row` and shuffled rows only, and without classes.
     """
 
     manifest: Manifest
@@ -221,6 +288,7 @@ class Plan:
     classes: Classes | None = None
     by_length: str | None = None
     shuffle: bool = True
+    mixture: Mixture | None = None
 
     @cached_property
     def micro_batch(self) -> int:
@@ -245,7 +313,8 @@ class Plan:
     @property
     def all_rows(self) -> int:
         """The number of rows of the data set, each counted as often as an epoch uses it."""
-        return self.classes.rows_per_epoch if self.classes is not None else self.manifest.num_rows
+        repeated = self.mixture if self.mixture is not None else self.classes
+        return repeated.rows_per_epoch if repeated is not None else self.manifest.num_rows
 
     def stream_start(self, logical_worker: int) -> int:
         """Returns the first row of a stream, counted in the concatenated rows of its row groups."""
@@ -296,6 +365,17 @@ class Plan:
         """Returns the number of rows of a step of an epoch over all logical workers."""
         return self.global_batch_size if step < self.full_steps else sum(self.rows_of_step(step))
 
+    def describe_uses(self, names: Sequence[str]) -> str | None:
+        """Returns how often a pass over the data uses rows of data sets with these names; None if each row once."""
+        if self.classes is not None:
+            totals = self.classes.totals
+            return f"balanced: in each pass each of {len(totals)} classes is used {totals.max():,} times"
+        if self.mixture is None:
+            return None
+        parts = zip(names, self.mixture.rows_before(self.all_rows), self.mixture.rows, strict=True)
+        sets = ", ".join(f"{uses:,} of {name} ({uses / rows:.3g} per row)" for name, uses, rows in parts)
+        return f"weighted: a pass over the data uses {self.all_rows:,} rows: {sets}"
+
     def epoch(self, epoch: int) -> EpochOrder:
         """Returns the order of one epoch."""
         return EpochOrder(self, epoch)
@@ -335,17 +415,17 @@ class EpochOrder:
     def _streams(self) -> dict[int, tuple[Int64, Int64]]:
         return {}
 
-    def _stream(self, logical_worker: int) -> tuple[Int64, Int64]:
+    def _stream(self, stream: int) -> tuple[Int64, Int64]:
         """Returns the row groups of a stream in their order, and the first row of each in their concatenated rows.
 
-        The latter has one entry more, the number of rows of the stream's row groups.
+        The latter has one entry more, the number of rows of the stream's row groups. See `_shares` for the streams.
         """
         plan = self.plan
-        # With `row` all streams are cut from the same concatenated rows.
-        stream = logical_worker if plan.shard != "row" else 0
         if stream not in self._streams:
             order = self.group_order
-            if plan.shard == "file":
+            if plan.mixture is not None:
+                order = order[plan.mixture.of_group[order] == stream]
+            elif plan.shard == "file":
                 order = order[plan.owner[plan.manifest.file_of[order]] == stream]
             elif plan.shard == "off":
                 order = self._order_groups(key(_GROUPS, plan.seed, self.epoch, stream))
@@ -375,18 +455,31 @@ class EpochOrder:
 
     def _parts(self, logical_worker: int, window: int) -> list[Segment]:
         """Returns the parts of row groups that form a window; if rows are repeated, counted with the repetitions."""
-        order, starts = self._stream(logical_worker)
         parts = []
-        for row, stop in self._ranges(logical_worker, window):
-            start = row
-            index = int(np.searchsorted(starts, start, side="right")) - 1
+        for stream, low, stop in self._shares(logical_worker, window):
+            order, starts = self._stream(stream)
+            # The rows of a mixture's data set begin again after the last one.
+            pass_rows, start = int(starts[-1]), low
             while start < stop:
-                take = min(stop, int(starts[index + 1])) - start
-                if take > 0:
-                    parts.append(Segment(int(order[index]), start - int(starts[index]), take))
+                row = start % pass_rows
+                index = int(np.searchsorted(starts, row, side="right")) - 1
+                take = min(stop - start, int(starts[index + 1]) - row)
+                parts.append(Segment(int(order[index]), row - int(starts[index]), take))
                 start += take
-                index += 1
         return parts
+
+    def _shares(self, logical_worker: int, window: int) -> list[tuple[int, int, int]]:
+        """Returns the streams and ranges [start, stop) of their rows that form a window.
+
+        The streams are the data sets of a mixture, or the logical workers. With `row` all of these are cut from one.
+        """
+        plan, ranges = self.plan, self._ranges(logical_worker, window)
+        if plan.mixture is not None:
+            [(first, last)] = ranges
+            rows = zip(plan.mixture.rows_before(first), plan.mixture.rows_before(last), strict=True)
+            return [(stream, start, stop) for stream, (start, stop) in enumerate(rows)]
+        stream = logical_worker if plan.shard != "row" else 0
+        return [(stream, start, stop) for start, stop in ranges]
 
     def window_segments(self, logical_worker: int, window: int) -> list[Segment]:
         """Returns the segments with the rows of a window, in the order in which they are read, each row once."""
@@ -429,6 +522,10 @@ class EpochOrder:
 
     def window_repeats(self, logical_worker: int, window: int) -> Int64 | int:
         """Returns the number of the use of each row of a window in this epoch, from 0; one number if all are equal."""
+        if (mixture := self.plan.mixture) is not None:
+            shares = self._shares(logical_worker, window)
+            counted = [np.arange(start, stop) // mixture.rows[stream] for stream, start, stop in shares]
+            return np.concatenate(counted)[self._shuffle(logical_worker, window)]
         if self._uses is None:
             return logical_worker if self.plan.shard == "off" else 0
         uses = [np.empty(0, np.int64), *(self._used_rows(part)[1] for part in self._parts(logical_worker, window))]

@@ -28,6 +28,7 @@ from ray_app.models import loader
 from ray_app.models.export import exported_module
 from ray_app.plan.manifest import ReadRules
 from ray_app.process import keep_freed_memory
+from ray_app.storage.data_files import Root
 from ray_app.storage.files import put_atomic, to_location
 from ray_app.task import environment
 from ray_app.task.base import Batch, Task
@@ -100,7 +101,7 @@ class PredictJob:
     """
 
     model: Model
-    root: str
+    root: Root
     fields: dict[str, ArraySpec]
     columns: list[str]
     rules: ReadRules

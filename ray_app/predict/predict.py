@@ -160,7 +160,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
         "task": class_path(model.task),
         "code": digest_json({name: sha256(file) for name, file in source_files(class_path(model.task)).items()}),
         "manifest_digest": manifest.digest,
-        "content_digest": digest_json(hash_files(to_location(dataset.root), manifest.paths)),
+        "content_digest": digest_json(hash_files(dataset.root, manifest.paths)),
         "columns": carried,
         "rows_per_part": max(map(count_rows, cut)),
         "batch_size": section.batch_size,

@@ -30,7 +30,7 @@ from ray_app.runlog.paths import RunPaths, add_version, from_known_fields
 from ray_app.runlog.redaction import redact_value
 from ray_app.runlog.stored_config import read_config
 from ray_app.storage.data_files import file_versions
-from ray_app.storage.files import put_json, read_json, to_location
+from ray_app.storage.files import put_json, read_json
 from ray_app.train.state.state import has_total_steps_argument
 from ray_app.version import __version__
 
@@ -267,10 +267,10 @@ def read_data_versions(training: RowSource, evaluation: RowSource | None) -> Dat
     for name, source in (("data.path", training), ("data.eval_path", evaluation)):
         if source is not None:
             root, paths = source.reader.root, source.manifest.paths
-            entries = zip(paths, file_versions(to_location(root), paths), strict=True)
+            entries = zip(paths, file_versions(root, paths), strict=True)
             # JSON has no tuples, and the versions are compared with the content of the file.
             files = {path: list(version) if isinstance(version, tuple) else version for path, version in entries}
-            versions[name] = {"root": root, "files": files}
+            versions[name] = {"root": str(root), "files": files}
     return versions
 
 

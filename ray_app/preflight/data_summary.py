@@ -82,7 +82,7 @@ def shuffle_warnings(config: Config, dataset: Dataset, plan: Plan) -> list[str]:
     Or if rows are to keep their order, and an ingest has mixed them.
     """
     if not config.data.shuffle:
-        made_from = (read_description(to_location(dataset.root)) or {}).get("made_from")
+        made_from = (read_description(to_location(str(dataset.root))) or {}).get("made_from")
         text = f"data.shuffle is false, and ray-app ingest has mixed the rows of {config.data.path}: rows come in that"
         text += " order. To keep the order of the source, ingest again with --shuffle false."
         options = made_from["options"] if made_from else {"shuffle": False}

@@ -24,7 +24,7 @@ from ray_app.models.export import is_export
 from ray_app.models.loader import DESCRIPTION, WEIGHTS
 from ray_app.models.registry import download_version, load_parameters, resolve_version
 from ray_app.plan.manifest import Manifest
-from ray_app.plan.order import Classes, Plan, count_rows_by_file
+from ray_app.plan.order import Classes, Mixture, Plan, count_rows_by_file
 from ray_app.runlog.evaluations import read_scores
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
@@ -103,6 +103,7 @@ def make_plan(config: Config, manifest: Manifest, classes: Classes | None) -> Pl
         classes,
         data.by_length,
         data.shuffle,
+        Mixture.of(manifest, data.weights) if data.weights is not None else None,
     )
     if not plan.steps_per_epoch:
         raise DataError(

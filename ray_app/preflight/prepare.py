@@ -196,7 +196,7 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
     if prepared.example is not None:
         put_atomic(job.paths.task, to_json(storable_settings(job.task), indent=1).encode(), mode=0o644)
         put_rows(job.paths.example, prepared.example)
-        if (tokenizer := find_file(to_location(job.config.data.path) / TOKENIZER_FILE)) is not None:
+        if (tokenizer := find_file(to_location(job.config.data.sources[0]) / TOKENIZER_FILE)) is not None:
             put_atomic(job.paths.tokenizer, tokenizer.location.read_bytes())
     if prepared.code is not None and (prepared.changed or not prepared.resumes):
         store_code(job.paths, prepared.code)

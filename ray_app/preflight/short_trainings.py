@@ -117,6 +117,8 @@ def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) ->
     # fp16 needs a GPU.
     if config.train.precision == "fp16":
         config = config.replace(train__precision="fp32")
+    # The few rows are used without weights.
+    config = config.replace(data__path=str(config.data.path))
     plan = make_plan(config, _sample_manifest(job.plan.manifest), None)
     evaluation, initial_file = job.evaluation, None
     if evaluation is not None:

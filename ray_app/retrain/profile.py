@@ -30,8 +30,7 @@ from ray_app.data.dataset import Dataset
 from ray_app.data.parquet_files import DataFile
 from ray_app.plan.hashing import hash_array, key
 from ray_app.retrain.options import RetrainSection
-from ray_app.storage.data_files import to_read_error
-from ray_app.storage.files import to_location
+from ray_app.storage.data_files import locate, to_read_error
 
 _BINS = 10
 _SAMPLE_ROWS = 50_000
@@ -146,7 +145,7 @@ def class_shift(now: dict[str, int], before: dict[str, int]) -> float:
 
 def iter_row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int, pa.Table]]:
     """Yields each row group with the position of its first row."""
-    manifest, root = dataset.manifest, to_location(dataset.root)
+    manifest, root = dataset.manifest, dataset.root
     for index, path in enumerate(manifest.paths):
         try:
             with DataFile(root, path, manifest.rules) as file:
@@ -154,7 +153,7 @@ def iter_row_groups(dataset: Dataset, columns: list[str]) -> Iterator[tuple[int,
                     table = file.read_row_group(int(manifest.index_in_file[group]), columns)
                     yield int(manifest.first_row[group]), table
         except (pa.ArrowException, OSError) as error:
-            raise to_read_error(root / path, error, "The file cannot be read; deliver it again.") from error
+            raise to_read_error(locate(root, path), error, "The file cannot be read; deliver it again.") from error
 
 
 def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tuple[str, npt.NDArray[np.float64]]]:

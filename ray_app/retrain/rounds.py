@@ -160,10 +160,18 @@ class Inputs:
 
 def read_delivery(config: Config, memory: Location | None = None, gate_path: str | None = None) -> Delivery:
     """Returns the digests of all data files; with the folder `memory` unchanged ones are not read again."""
-    paths = {"train": config.data.path, "evaluation": str(config.data.eval_path)}
-    paths |= {"gate": gate_path} if gate_path is not None else {}
-    caches = {name: memory / f"{name}.json" if memory is not None else None for name in paths}
-    return Delivery(**{name: _digest_files(path, caches[name]) for name, path in paths.items()})
+
+    def digest_files(path: str, name: str) -> dict[str, str]:
+        return _digest_files(path, memory / f"{name}.json" if memory is not None else None)
+
+    if isinstance(config.data.path, str):
+        train = digest_files(config.data.path, "train")
+    else:
+        parts = [digest_files(path, f"train-{index}") for index, path in enumerate(config.data.sources)]
+        # These are the paths of the manifest.
+        train = {f"{index}/{path}": digest for index, part in enumerate(parts) for path, digest in part.items()}
+    gate = digest_files(gate_path, "gate") if gate_path is not None else {}
+    return Delivery(train, digest_files(str(config.data.eval_path), "evaluation"), gate)
 
 
 def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, champion: str) -> Inputs:
@@ -189,7 +197,7 @@ def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
     root = target.parent if is_file else target
     description = read_description(root)
     complete = leave_out_unfinished(root, files, description or {})
-    digests = hash_files(root, [relative_path(file, root) for file in complete], memory)
+    digests = hash_files(str(root), [relative_path(file, root) for file in complete], memory)
     # Only the classes of the description count: it also has the time and the source of the ingest.
     if description is not None:
         digests[DESCRIPTION] = digest_json(description.get("classes"))

@@ -23,6 +23,7 @@ import safetensors.torch
 from ray_app.cluster.resources import cluster, keep_connection
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.data.dataset import open_dataset
+from ray_app.data.folds import open_training_data
 from ray_app.driver.model_export import user_name
 from ray_app.errors import DataError
 from ray_app.models.inputs import open_evaluation_rows, open_rows
@@ -203,7 +204,7 @@ def inspect_data(
         refuse_other_names(
             champion.classes, job.task.data_schema["classes"], f"data.path {config.data.path}", "the champion"
         )
-    train, train_sample = profile_dataset(open_dataset(config.data.path), job.task.columns(), label)
+    train, train_sample = profile_dataset(open_training_data(config), job.task.columns(), label)
     classes = job.task.data_schema["classes"]
     evaluation, _ = profile_dataset(open_dataset(str(config.data.eval_path), classes), job.task.columns(), label)
     gate_rows_request = gate_request(job, config, section, {})
@@ -452,7 +453,7 @@ class Situation:
         if self.champion is None:
             return TriggerFacts(judged=judged)
         delivery = self.champion.delivery
-        manifest = open_dataset(self.config.data.path).manifest
+        manifest = open_training_data(self.config).manifest
         old = find_old_files(self.delivery.train, delivery.train) if delivery is not None else set()
         files = zip(manifest.file_of.tolist(), manifest.rows.tolist(), strict=True)
         return TriggerFacts(

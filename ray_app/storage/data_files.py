@@ -15,6 +15,7 @@ import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ray_app.errors import DataError, RayAppError, StorageError, remove_addresses
-from ray_app.storage.files import Location, list_folders
+from ray_app.storage.files import Location, list_folders, to_location
 from ray_app.storage.object_stores import ObjectPath
 
 HEAD_BYTES = 512
@@ -171,6 +172,21 @@ def relative_path(location: Location, root: Location) -> str:
     return location.relative_to(cast(Path, root)).as_posix()
 
 
+Root = str | tuple[str, ...]
+"""The folder (path or URI) to which the paths of a data set's files are relative.
+
+Several data sets have one for each; a path begins with the index of its own, as in `1/part-00000.parquet`.
+"""
+
+
+def locate(root: Root, path: str) -> Location:
+    """Returns the location of a file of a data set."""
+    if isinstance(root, str):
+        return to_location(root) / path
+    index, _, rest = path.partition("/")
+    return to_location(root[int(index)]) / rest
+
+
 def is_within(location: Location, root: Location) -> bool:
     """Returns whether a location is `root` or below it."""
     if isinstance(location, Path):
@@ -229,21 +245,29 @@ def folders_in(folder: Location) -> list[Location]:
         return [folder / name for name in sorted(list_folders(folder)) if not name.startswith(".")]
 
 
-def file_versions(root: Location, paths: Iterable[str]) -> list[Any]:
-    """Returns a value for each of some files that changes with its content.
+def file_versions(root: Root, paths: Iterable[str]) -> list[Any]:
+    """Returns a value for each of some files, which are sorted, that changes with its content.
 
     On a disk these are size and time; in a bucket ETags or the like, by one listing.
 
     Raises:
         OSError: A file does not exist, or the bucket does not answer.
     """
-    if isinstance(root, Path):
-        return [(stat.st_size, stat.st_mtime_ns) for stat in ((root / path).stat() for path in paths)]
-    objects = root.listing()
+    if not isinstance(root, str):
+        groups = groupby((path.partition("/") for path in paths), lambda parts: parts[0])
+        return [
+            version
+            for index, parts in groups
+            for version in file_versions(root[int(index)], [path for _, _, path in parts])
+        ]
+    folder = to_location(root)
+    if isinstance(folder, Path):
+        return [(stat.st_size, stat.st_mtime_ns) for stat in ((folder / path).stat() for path in paths)]
+    objects = folder.listing()
     try:
         return [objects[path].etag for path in paths]
     except KeyError as error:
-        raise FileNotFoundError(errno.ENOENT, "No such object", str(root / error.args[0])) from error
+        raise FileNotFoundError(errno.ENOENT, "No such object", str(folder / error.args[0])) from error
 
 
 def open_data_file(location: Location) -> IO[bytes]:

@@ -184,7 +184,7 @@ def _excludes(folder: Path, config: Config) -> list[str]:
     patterns = list(_NEVER)
     for mark_file in sorted(path for mark in _ENVIRONMENT_MARKS for path in folder.glob(f"*/{mark}")):
         patterns.append(f"/{mark_file.parent.name}")
-    data = [path for path in (config.data.path, config.data.eval_path) if path]
+    data = [path for path in (*config.data.sources, config.data.eval_path) if path]
     patterns += [f"!{_inside(folder, path)}/**" for path in data if not os.path.isabs(path) and _inside(folder, path)]
     read_in_place = [path for path in data if os.path.isabs(path)]
     patterns += [inside for path in (*read_in_place, config.run.storage_path) if (inside := _inside(folder, path))]
@@ -246,10 +246,10 @@ def check_uploaded_data(package: JobFiles, config: Config) -> list[Finding]:
     findings = list[Finding]()
     if not package.is_known:
         return findings
-    fields = (
-        ("training data", "data.path", config.data.path),
+    fields = [
+        *(("training data", "data.path", path) for path in config.data.sources),
         ("evaluation data", "data.eval_path", config.data.eval_path),
-    )
+    ]
     for topic, field, path in fields:
         if not path or os.path.isabs(path) or "://" in path:
             continue

@@ -25,7 +25,7 @@ from ray_app.data.windows import CachedWindows, StreamedWindows, Windows
 from ray_app.plan.order import Cursor, Plan
 from ray_app.runlog.evaluations import Evaluation, Verdict, early_stop, rank_candidates
 from ray_app.runlog.paths import RunPaths
-from ray_app.storage.data_files import open_data_file
+from ray_app.storage.data_files import Root, open_data_file
 from ray_app.storage.files import to_location
 from ray_app.task.base import Rows, Task
 from ray_app.task.ragged import Arrays
@@ -42,7 +42,7 @@ class Job:
         config_digest: The digest of the configuration.
         task: The prepared task.
         plan: The order in which the run reads the rows.
-        data_root: Folder that the manifest's paths are relative to.
+        data_root: The root of the training data, see `ray_app.storage.data_files.Root`.
         fields: Shape and dtype of each field of a decoded row.
         run_root: The run's directory.
         fence: Number of this start's writer lease; every commit carries it.
@@ -59,7 +59,7 @@ class Job:
     config_digest: str
     task: Task
     plan: Plan
-    data_root: str
+    data_root: Root
     fields: dict[str, ArraySpec]
     run_root: str
     fence: int

@@ -132,7 +132,7 @@ class CustomTrainingStep(ImageClassification):
 
 def make_job(
     folder: Path,
-    data: Path,
+    data: Path | list[dict[str, Any]],
     *,
     logical_workers: int = 4,
     batch: int = 12,
@@ -153,7 +153,7 @@ def make_job(
     config = Config().replace(
         task__class_path="ray_app.task.image.ImageClassification",
         scaling__max_workers=logical_workers,
-        data__path=str(data),
+        data__path=data if isinstance(data, list) else str(data),
         data__global_batch_size=batch,
         **(defaults | fields),
     )

@@ -208,7 +208,10 @@ POLICIES: dict[str, dict[str, Any]] = {
     "off": {"data__shard": "off"},
     "balanced": {"data__balance_by": "label"},
     "balanced off": {"data__balance_by": "label", "data__shard": "off"},
+    # Files of 21, 9 and 30 rows; windows have rows of the second several times.
+    "weights": {},
 }
+WEIGHTS = {"part-0.parquet": 1, "part-1.parquet": 20, "part-2.parquet": 4}
 
 
 def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
@@ -219,7 +222,9 @@ def policy_job(folder: Path, data: Path, name: str, **fields: Any) -> Job:
         **POLICIES[name],
         **fields,
     }
-    return make_job(folder, data, logical_workers=4, batch=24, task=TinyImages(), **fields)
+    sources = [{"path": str(data / file), "weight": weight} for file, weight in WEIGHTS.items()]
+    path = sources if name == "weights" else data
+    return make_job(folder, path, logical_workers=4, batch=24, task=TinyImages(), **fields)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,7 @@ def test_the_feed_follows_the_plan(tmp_path: Path, data: Path, name: str) -> Non
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", ["file", "off", "balanced"])
+@pytest.mark.parametrize("name", ["file", "off", "balanced", "weights"])
 def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:

@@ -62,7 +62,7 @@ def test_a_data_set_in_a_bucket_equals_the_one_on_a_disk(cloud: Server, rows: Pa
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = local.manifest.paths
-    assert hash_files(cloud.path("rows"), paths) == hash_files(rows, paths)
+    assert hash_files(str(cloud.path("rows")), paths) == hash_files(str(rows), paths)
 
 
 FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}
@@ -100,11 +100,11 @@ def test_files_of_other_formats_in_a_bucket_of_images_are_listed(cloud: Server, 
 
 def test_a_changed_file_is_another_version(cloud: Server) -> None:
     cloud.put("changing/a.parquet", b"one")
-    before = file_versions(cloud.path("changing"), ["a.parquet"])
+    before = file_versions(str(cloud.path("changing")), ["a.parquet"])
     cloud.put("changing/a.parquet", b"another")
-    assert file_versions(cloud.path("changing"), ["a.parquet"]) != before
+    assert file_versions(str(cloud.path("changing")), ["a.parquet"]) != before
     with pytest.raises(FileNotFoundError):
-        file_versions(cloud.path("changing"), ["b.parquet"])
+        file_versions(str(cloud.path("changing")), ["b.parquet"])
 
 
 def test_missing_data_sets_and_files_are_reported(cloud: Server, rows: Path) -> None:

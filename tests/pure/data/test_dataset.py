@@ -15,13 +15,14 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.data import parquet_files
-from ray_app.data.dataset import Dataset, open_dataset
+from ray_app.data.classes import with_classes
+from ray_app.data.dataset import Dataset, hash_files, open_dataset, read_labels
 from ray_app.data.probes import decode_first_row
 from ray_app.errors import BadRowError, DataError
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.plan.manifest import ColumnFacts
 from ray_app.retrain.rounds import read_delivery
-from ray_app.storage.data_files import files_below
+from ray_app.storage.data_files import file_versions, files_below
 
 
 def write(file: Path, **columns: object) -> None:
@@ -209,3 +210,61 @@ def test_footers_are_released_while_others_are_read(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(parquet_files, "_file_facts", count_alive)
     assert open_dataset(str(tmp_path)).manifest.num_rows == 400
     assert 1 <= max_alive <= 2 * parquet_files._DISK_THREADS + 2
+
+
+def write_classes(folder: Path, classes: list[str] | None, **columns: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    pq.write_table(table.cast(with_classes(table.schema, classes)), folder / "part-0.parquet")
+
+
+def test_several_data_sets_are_one_with_classes_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_classes(tmp_path / "a", ["bee", "ant"], label=[0, 1, 1])
+    write_classes(tmp_path / "b" / "train", ["ant", "cat"], label=[0, 1, 1, 0])
+    paths = [str(tmp_path / "a"), str(tmp_path / "b" / "train" / "part-0.parquet")]
+    dataset = open_dataset(paths)
+    assert dataset.root == (paths[0], str(tmp_path / "b" / "train"))
+    assert dataset.manifest.paths == ("0/part-0.parquet", "1/part-0.parquet")
+    assert dataset.facts.classes == ("bee", "ant", "cat")
+    labels, label_of_row = read_labels(dataset.root, dataset.manifest, "label")
+    assert [labels[number] for number in label_of_row] == [0, 1, 1, 1, 2, 2, 1]
+    assert open_dataset(paths, ["cat", "ant", "bee"]).facts.classes == ("cat", "ant", "bee")
+    facts = dataset.facts.columns["label"]
+    assert (facts.minimum, facts.maximum, facts.nulls) == (0, 2, 0)
+    # The content of a file is the same alone and among others.
+    alone = hash_files(dataset.root[0], ["part-0.parquet"]) | hash_files(dataset.root[1], ["part-0.parquet"])
+    assert hash_files(dataset.root, dataset.manifest.paths)["1/part-0.parquet"] == alone["part-0.parquet"]
+    assert file_versions(dataset.root, dataset.manifest.paths) == [
+        *file_versions(dataset.root[0], ["part-0.parquet"]),
+        *file_versions(dataset.root[1], ["part-0.parquet"]),
+    ]
+    delivery = read_delivery(
+        Config().replace(data__path=weighted(paths), data__eval_path=paths[0]), tmp_path / "memory"
+    )
+    assert list(delivery.train) == list(dataset.manifest.paths)
+    write_classes(tmp_path / "b" / "train", None, label=[0, 1, 2, 2])
+    open_dataset(paths)
+    assert "b/train/part-0.parquet has no names of classes, and other data sets have: its labels" in caplog.text
+
+
+def weighted(paths: list[str]) -> list[dict[str, object]]:
+    return [{"path": path, "weight": 1} for path in paths]
+
+
+def test_data_sets_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    write_classes(tmp_path / "a", ["ant", "bee"], label=[0, 1])
+    write_classes(tmp_path / "m", ["ant", "bee"], mask=[b"", b""])
+    write_classes(tmp_path / "n", ["bee", "ant"], mask=[b"", b""])
+    write_classes(tmp_path / "c", ["ant", "bee"], label=[0, 1], height=[0.5, 1.0])
+    for names, message in {
+        "mn": r"n/part-0.parquet has the classes bee, ant; the data set has ant, bee \(another file\)",
+        "ac": r"c has other columns than \S+a: 'height' is missing in the others. Data sets that are used together",
+        "aa": r"a is \S+a or in it, so its rows would count twice",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            open_dataset([str(tmp_path / name) for name in names])
+    write_classes(tmp_path / "b", ["ant", "bee"], label=[0, 1])
+    for name in "ab":
+        (tmp_path / name / "_tokenizer.json").write_text(name)
+    with pytest.raises(DataError, match="have texts of different tokenizers"):
+        open_dataset([str(tmp_path / name) for name in "ab"])
