@@ -44,6 +44,11 @@ class StudyPaths:
         return self.root / "study.json"
 
     @property
+    def winner(self) -> Location:
+        """File of the winner's settings, for a command's `--config` after the configuration of the study."""
+        return self.root / "winner.yaml"
+
+    @property
     def report(self) -> Location:
         """Page about the study."""
         return self.root / "report.html"

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 1_047,
-    "ray_app/cli": 2_561,
+    "ray_app/cli": 2_563,
     "ray_app/cluster": 4_963,
     "ray_app/config": 1_804,
     "ray_app/data": 4_515,
@@ -29,17 +29,17 @@ CEILINGS = {
     "ray_app/preflight": 5_067,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_687,
-    "ray_app/retrain": 2_049,
+    "ray_app/retrain": 2_079,
     "ray_app/runlog": 2_427,
     "ray_app/storage": 1_502,
     "ray_app/submit": 736,
     "ray_app/task": 11_325,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
-    "ray_app/tune": 1_927,
+    "ray_app/tune": 1_975,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_433,
+    "tests": 78_462,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

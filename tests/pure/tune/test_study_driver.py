@@ -14,6 +14,7 @@ import pytest
 from ray_app.config.config import Config
 from ray_app.driver.parsing import load_config, load_section
 from ray_app.errors import StorageError
+from ray_app.retrain.options import RetrainSection
 from ray_app.runlog.output import TextConsole
 from ray_app.tune import study
 from ray_app.tune.options import TuneSection
@@ -103,7 +104,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def run(config: Config, slots: SimulatedSlots, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> StudyRecord:
     monkeypatch.setattr(study, "Slots", lambda *_: slots)
     section = load_section("tune", TuneSection, {**TUNE, "slots": slots.count, **fields})
-    driver = StudyDriver(config, section, TextConsole(quiet=True))
+    driver = StudyDriver(config, section, RetrainSection(), TextConsole(quiet=True))
     with suppress(KeyboardInterrupt):
         driver.run()
     return driver.record
