@@ -14,11 +14,11 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 1_047,
-    "ray_app/cli": 2_563,
+    "ray_app/cli": 2_619,
     "ray_app/cluster": 4_963,
     "ray_app/config": 1_804,
     "ray_app/data": 4_515,
-    "ray_app/drill": 2_970,
+    "ray_app/drill": 3_044,
     "ray_app/driver": 3_169,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_440,
@@ -32,14 +32,14 @@ CEILINGS = {
     "ray_app/retrain": 2_079,
     "ray_app/runlog": 2_427,
     "ray_app/storage": 1_502,
-    "ray_app/submit": 736,
+    "ray_app/submit": 743,
     "ray_app/task": 11_325,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
-    "ray_app/tune": 1_975,
+    "ray_app/tune": 2_094,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_462,
+    "tests": 78_680,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
