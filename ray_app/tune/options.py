@@ -23,12 +23,14 @@ class StudyScheduler:
     Args:
         kind: `halving`: all trials train `min_epochs` epochs, the best of them `eta` times as many, and so on up to
             `train.epochs` (successive halving). `asha`: the same, but a trial is promoted as soon as it is among the
-            best of those that have reached its rung. `none`: every trial trains `train.epochs` epochs.
+            best of those that have reached its rung. `median`: the same rungs, and a trial stops if its best result is
+            worse than the median of the earlier trials' averages. `none`: every trial trains `train.epochs` epochs.
         eta: The share of the trials of a rung that is promoted is one over this, rounded down, and at least one trial.
+            With `median` only the epochs of each rung follow from it.
         min_epochs: Epochs of the first rung.
     """
 
-    kind: Literal["halving", "asha", "none"] = "halving"
+    kind: Literal["halving", "asha", "median", "none"] = "halving"
     eta: Annotated[int, NumberRange(ge=2)] = 3
     min_epochs: PositiveInt = 1
 
