@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import stdev
 from typing import Any
 
@@ -25,7 +25,7 @@ from ray_app.driver.trained_run import load_trained_job
 from ray_app.errors import ConfigError, RayAppError, unwrap_app_error
 from ray_app.preflight.prepare import check_storage, prepare
 from ray_app.retrain.options import RetrainSection
-from ray_app.retrain.retraining import Outcome, retrain
+from ray_app.retrain.retraining import retrain
 from ray_app.retrain.situation import StudyWinner
 from ray_app.runlog.lease import acquire_lease, check_lease
 from ray_app.runlog.output import TextConsole
@@ -240,7 +240,7 @@ class StudyDriver:
             self._fence = lease.fence
             # Another driver may have ended since this one has read it.
             self._load(read_record(self.paths) or self.record)
-            self.record.end = None
+            self.record.end, self.record.budget = None, asdict(self._section.budget)
             self._say_start()
             if self._config.tracking.enabled:
                 self._tracker = StudyTracker(self._config, self.paths, self.record)
@@ -259,12 +259,12 @@ class StudyDriver:
                 if self._tracker is not None:
                     self._tracker.close()
                     self._put_record()
-        self._say_end(study)
-        if self._section.register:
-            self._register(study)
+            self._say_end(study)
+            if self._section.register:
+                self._register(study)
         return study
 
-    def _register(self, study: Study) -> Outcome:
+    def _register(self, study: Study) -> None:
         """Makes the winner a version of the registered model, which serves if it passes the gate of retraining."""
         trials = len(self.record.trials)
         tags = {"ray_app.study": str(self.paths.root), "ray_app.study_trials": str(trials)}
@@ -273,7 +273,7 @@ class StudyDriver:
         reason = f"the winner of the study {self._section.name}, the best of {trials} trials"
         gate = replace(self._gate, force=reason, start="scratch")
         winner = StudyWinner(in_process_config(trial) or trial, tags)
-        return retrain(config, gate, self._console, winner=winner)
+        retrain(config, gate, self._console, winner=winner)
 
     @property
     def _stop_file(self) -> Location:
@@ -285,6 +285,8 @@ class StudyDriver:
             is_complete = True
             if not self._is_spent():
                 pool.count = self._count_slots()
+                self._is_changed |= pool.count != self.record.slots
+                self.record.slots = pool.count
                 is_complete = self._start_jobs(pool)
             elif not pool.jobs:
                 self._say("The budget of the study is spent; no more trial begins or continues.")
@@ -452,9 +454,9 @@ class StudyDriver:
         rules, size = self._section.scheduler, self.num_trials
         parts = list[str]()
         for epochs in self.rungs:
-            about = "about " if rules.kind == "asha" and parts else ""
+            about = {"asha": "about ", "median": "up to "}.get(rules.kind, "") if parts else ""
             parts.append(f"{about}{size} to epoch {epochs}")
-            size = max(1, size // rules.eta)
+            size = max(1, size // rules.eta) if rules.kind != "median" else size
         return f"{self.num_trials} trials, {rules.kind}: {', '.join(parts)}; {self.record.metric} ({self.record.mode})"
 
     def _say_start(self) -> None:

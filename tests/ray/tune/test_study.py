@@ -26,7 +26,7 @@ from ray_app.retrain.retraining import retrain
 from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.tune.options import TuneSection
-from ray_app.tune.record import StudyPaths, StudyRecord, read_record
+from ray_app.tune.record import StudyPaths, read_record
 from ray_app.tune.study import Study, StudyFailedError
 from tests.support.mlflow_server import make_database
 from tests.support.paths import ROOT
@@ -43,12 +43,6 @@ TUNE = {
     "trials": 4,
     "scheduler": {"kind": "halving", "eta": 2, "min_epochs": 1},
 }
-
-
-def _decisions(record: StudyRecord) -> Any:
-    """Returns what must not depend on the cluster: settings, promotions, values and parameters of each rung."""
-    results = sorted((r.trial, r.rung, r.value, r.step, r.epochs, r.params_digest, r.reason) for r in record.results)
-    return record.trials, sorted(record.promotions), results
 
 
 @pytest.fixture
@@ -80,7 +74,7 @@ def expected(make_config: MakeConfig, reference: dict[str, Any]) -> Any:
     """The decisions of the study with two slots."""
     if not reference:
         study = run_study(make_config(), {**TUNE, "name": "reference", "slots": 2})
-        reference.update(decisions=_decisions(study.record), winner=study.winner, study=study)
+        reference.update(decisions=study.record.decisions, winner=study.winner, study=study)
     return reference["decisions"]
 
 
@@ -112,7 +106,7 @@ def test_decisions_do_not_depend_on_the_number_of_slots(
     # The trials that are left get more workers at once, although they are short.
     monkeypatch.setattr("ray_app.tune.study._GROW_S", 0.0)
     study = run_study(make_config(), {**TUNE, "slots": slots})
-    assert _decisions(study.record) == expected
+    assert study.record.decisions == expected
     assert {result.workers for result in study.record.results} == ({1} if slots == 1 else {1, 2})
 
 
@@ -157,7 +151,7 @@ def test_a_killed_driver_and_a_killed_slot_change_nothing(
         stopped.set()
         thread.join()
     assert killed
-    assert _decisions(study.record) == expected
+    assert study.record.decisions == expected
 
 
 def test_a_trial_that_fails_is_recorded_and_more_trials_can_follow(make_config: MakeConfig) -> None:
