@@ -250,7 +250,7 @@ class StudyState:
     @classmethod
     def read(cls, paths: StudyPaths, record: StudyRecord) -> StudyState:
         """Returns the state of a study with this record; reads the leases of the trials that may train."""
-        rungs = dict.fromkeys(record.trials, 0) | dict(sorted(record.promotions, key=lambda one: one.rung))
+        rungs = dict.fromkeys(record.trials, 0) | dict(sorted(record.promotions, key=lambda one: one[1]))
         ended = {(result.trial, result.rung) for result in record.results}
         training = dict[int, int]()
         for trial, rung in rungs.items():
