@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ray_app.cli.main import exit_code
 from ray_app.driver.parsing import parse_with_sections
+from ray_app.retrain.options import RetrainSection
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.redaction import register_secrets
 from ray_app.tune.options import TuneSection
@@ -20,9 +21,10 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app tune") -> int:
 
     def work() -> None:
         nonlocal is_started
-        config, sections = parse_with_sections(arguments, {"tune": TuneSection}, prog, description=_DESCRIPTION)
+        kinds = {"tune": TuneSection, "retrain": RetrainSection}
+        config, sections = parse_with_sections(arguments, kinds, prog, description=_DESCRIPTION)
         register_secrets(config.to_dict())
-        driver = StudyDriver(config, sections["tune"], TextConsole())
+        driver = StudyDriver(config, sections["tune"], sections["retrain"], TextConsole())
         is_started = True
         driver.run()
 

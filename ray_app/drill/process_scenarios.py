@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
+import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from io import StringIO
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +46,13 @@ from ray_app.driver.run import Faults
 from ray_app.errors import unwrap_app_error
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_records
-from ray_app.storage.files import put_atomic
+from ray_app.runlog.lease import LeaseHolder, newest_fence
+from ray_app.runlog.output import TextConsole
+from ray_app.storage.files import put_atomic, read_json
 from ray_app.train.job import Hooks, Job
+from ray_app.tune.options import TuneSection
+from ray_app.tune.record import StudyPaths, StudyRecord, read_record
+from ray_app.tune.study import run_study
 
 _RENDEZVOUS_TIMEOUT_S = 60.0
 _DRIVER_TIMEOUT_S = 180.0
@@ -387,6 +399,72 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
     return Scenario(
         [step], [*awaited_evidence, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
     )
+
+
+def study(context: ScenarioContext) -> Scenario | str:
+    """The driver of a study is killed, then a slot, and the study decides as one without a disturbance."""
+    if context.config.data.eval_path is None:
+        return "a study needs data.eval_path, by which it compares its trials"
+    if context.nodes is None:
+        return "the slots of a study are killed only on a cluster that the drill has started"
+    evidence, seed = context.evidence, context.config.seed
+    epochs = ceil(context.total_steps / context.steps_per_epoch)
+    storage = f"{context.config.run.storage_path}/studies"
+    config = context.config.replace(run__name=None, run__storage_path=storage, train__epochs=epochs)
+    tune: dict[str, Any] = {
+        "name": "killed",
+        "space": {"seed": {"choice": [seed, seed + 1, seed + 2]}},
+        "sampler": "grid",
+    }
+    tune |= {"trials": 3, "scheduler": {"kind": "halving", "eta": 2, "min_epochs": max(1, epochs // 2)}}
+
+    def run(name: str) -> StudyRecord:
+        return run_study(config, {**tune, "name": name}, TextConsole(file=StringIO())).record
+
+    def first_start(_: Config) -> None:
+        undisturbed, paths = run("undisturbed"), StudyPaths.of(config, TuneSection(name="killed"))
+        _kill_study_driver(evidence, config, tune, paths)
+        threading.Thread(target=_kill_slot, args=(evidence, paths), daemon=True).start()
+        killed = run("killed")
+        evidence.put("decided", is_equal=killed.decisions == undisturbed.decisions, end=killed.end)
+
+    def confirm(run: ScenarioResult) -> list[str]:
+        return unmet((run.evidence["decided"]["is_equal"], "the study has decided otherwise than the undisturbed one"))
+
+    return Scenario([], ["study_killed", "slot_killed", "decided"], confirm, first_start=first_start)
+
+
+def _kill_study_driver(evidence: Evidence, config: Config, tune: dict[str, Any], paths: StudyPaths) -> None:
+    """Starts a study in another process, and kills that once a trial has a result."""
+    fields = {**config.replace(run__ray_address=ray.get_runtime_context().gcs_address).to_dict(), "tune": tune}
+    command = [sys.executable, "-m", "ray_app", "tune", "--config", json.dumps(fields)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
+        while process.poll() is None and time.monotonic() < deadline_s:
+            record = read_record(paths)
+            if record is not None and record.results:
+                process.kill()
+                evidence.put("study_killed", pid=process.pid, results=len(record.results))
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _kill_slot(evidence: Evidence, paths: StudyPaths) -> None:
+    """Kills the process of a slot in which a trial has begun since now."""
+    began_s = time.time()
+    while not evidence.has("slot_killed") and not evidence.has("decided"):
+        for trial_run in (run for trial in range(3) for run in paths.runs(trial, None)):
+            fence = newest_fence(trial_run)
+            lease = (read_json(trial_run.fence(fence)) if fence else None) or {"released": True}
+            # A trial with several workers is driven by this process.
+            if not lease["released"] and lease["since_s"] > began_s and lease["holder"]["pid"] != os.getpid():
+                os.kill(LeaseHolder(**lease["holder"]).pid, signal.SIGKILL)
+                evidence.put("slot_killed", trial=trial_run.name)
+                return
+        time.sleep(0.02)
 
 
 def clock_jump(context: ScenarioContext) -> Scenario | str:

@@ -61,7 +61,7 @@ _SCENARIO_FUNCTIONS = (
     *(scenarios.rendezvous, scenarios.evaluator, scenarios.freeze, scenarios.slow, scenarios.slow_storage),
     *(scenarios.storage_away, scenarios.full_disk, flip, partition, half_open, memory, scenarios.clock_jump),
     *(node, node_rank0, grow, shrink, head, mlflow, scenarios.damage, scenarios.torn_write),
-    *(stranger, scenarios.driver, scenarios.evaluator_and_driver),
+    *(stranger, scenarios.driver, scenarios.evaluator_and_driver, scenarios.study),
 )
 SCENARIOS: dict[str, Callable[[ScenarioContext], Scenario | str]] = {
     scenario.__name__: scenario for scenario in _SCENARIO_FUNCTIONS

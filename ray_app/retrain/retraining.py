@@ -46,6 +46,7 @@ from ray_app.retrain.rounds import RetrainPaths, Round, add_audit_entry, current
 from ray_app.retrain.situation import (
     KEY_TAG,
     Situation,
+    StudyWinner,
     TriggerDecision,
     acquire_alias_lease,
     fetch_package,
@@ -57,7 +58,7 @@ from ray_app.runlog.lease import Lease, acquire_lease, check_lease, remove_old_f
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact, register_secrets
-from ray_app.storage.files import put_json, read_json, remove_tree
+from ray_app.storage.files import put_json, read_json, remove_tree, to_location
 from ray_app.track.mlflow_client import connect
 from ray_app.track.tracker import check_available
 
@@ -103,25 +104,27 @@ class Stages:
     def train(self) -> dict[str, Any]:
         """Trains the run of this round's key, or continues it; raises InterruptedRunError if a signal stopped it.
 
-        Raises DataError for a row that cannot be used, and RegistryError if MLflow does not have the run.
+        The winner of a study has trained already. Raises DataError for a row that cannot be used, and RegistryError if
+        MLflow does not have the run.
         """
-        self._situation.connect()
-        result = run_training(self._config, self._console, observe=lambda _: self._at("training"))
-        if result.status == "interrupted":
-            raise InterruptedRunError
-        if not (read_json(RunPaths(result.path).tracking) or {}).get("run_id"):
-            raise RegistryError(
-                f"MLflow does not have the run {result.path.name!r} yet; start again to send its record."
-            )
-        summary = {name: result.summary[name] for name in ("status", "steps", "rows", "params_digest", "best")}
-        return {"run": result.path.name, **summary}
+        if self._situation.winner is None:
+            self._situation.connect()
+            result = run_training(self._config, self._console, observe=lambda _: self._at("training"))
+            if result.status == "interrupted":
+                raise InterruptedRunError
+        paths = RunPaths(to_location(self._config.run.storage_path) / str(self._config.run.name))
+        if not (read_json(paths.tracking) or {}).get("run_id"):
+            raise RegistryError(f"MLflow does not have the run {paths.name!r} yet; start again to send its record.")
+        summary = read_json(paths.summary) or {}
+        return {"run": paths.name} | {
+            name: summary[name] for name in ("status", "steps", "rows", "params_digest", "best")
+        }
 
     def register(self) -> dict[str, Any]:
         """Registers the run's best checkpoint as a version, which does not serve yet."""
-        job = prepare(self._config).job
-        registered = register_best(
-            job, self._situation.model, self._situation.uri, {KEY_TAG: self._round.key}, first_serves=False
-        )
+        job, winner = prepare(self._config).job, self._situation.winner
+        tags = {KEY_TAG: self._round.key} | (winner.tags if winner is not None else {})
+        registered = register_best(job, self._situation.model, self._situation.uri, tags, first_serves=False)
         model = {"name": registered.name, "version": registered.version, "aliases": list(registered.aliases)}
         put_json(job.paths.summary, read_json(job.paths.summary) | {"model": model})
         return {
@@ -202,6 +205,8 @@ class Stages:
     def _config(self) -> Config:
         """The configuration of the round's run."""
         situation = self._situation
+        if situation.winner is not None:
+            return situation.winner.config
         fields: dict[str, Any] = {
             "run__name": situation.paths.run_name(situation.inputs.training_key),
             "tracking__registered_model": None,
@@ -253,6 +258,7 @@ def retrain(
     section: RetrainSection,
     console: Console | None = None,
     at: Callable[[str], None] = lambda stage: None,
+    winner: StudyWinner | None = None,
 ) -> Outcome:
     """Decides whether to train, and if so trains, compares and promotes or refuses.
 
@@ -262,6 +268,7 @@ def retrain(
         console: Shows the progress; by default on standard output.
         at: For fault tests: called with the name of each stage when its effects are done and not yet recorded, and
             with `training` a few times a second while the run trains.
+        winner: The winner of a study with this configuration, which has trained already.
 
     Raises:
         ConfigError: The configuration is refused.
@@ -278,7 +285,7 @@ def retrain(
         lease = None if section.dry_run else stack.enter_context(acquire_lease(RunPaths(paths.root)))
         if lease is not None:
             remove_old_fences(RunPaths(paths.root), lease.fence)
-        return _RetrainingStart(config, section, paths, console or TextConsole(), at, lease, stack).run()
+        return _RetrainingStart(config, section, paths, console or TextConsole(), at, lease, stack, winner).run()
 
 
 class _RetrainingStart:
@@ -293,6 +300,7 @@ class _RetrainingStart:
         at: Callable[[str], None],
         lease: Lease | None,
         stack: ExitStack,
+        winner: StudyWinner | None,
     ) -> None:
         self._section = section
         self._paths = paths
@@ -303,7 +311,7 @@ class _RetrainingStart:
         self._client = connect(uri)
         delivery = read_delivery(config, paths.contents if lease is not None else None, section.gate_path)
         champion = load_champion(paths, self._client, self._name, uri, champion_of(self._client, self._name))
-        self._situation = Situation(config, section, paths, self._client, delivery, champion, stack)
+        self._situation = Situation(config, section, paths, self._client, delivery, champion, stack, winner)
 
     def run(self) -> Outcome:
         """Continues a stopped round, or decides and begins one; returns the outcome."""
@@ -323,6 +331,12 @@ class _RetrainingStart:
             return decision
         return self._dry_run(decision) if self._lease is None else self._finish(self._begin(decision))
 
+    @property
+    def _winner_run(self) -> str | None:
+        """The run directory of the study's winner; None for a round that trains."""
+        winner = self._situation.winner
+        return f"{winner.config.run.storage_path}/{winner.config.run.name}" if winner is not None else None
+
     def _find_stopped_round(self) -> Round | None:
         """Returns the round that was stopped, if its inputs are today's; closes stopped rounds with other inputs.
 
@@ -332,7 +346,8 @@ class _RetrainingStart:
         for round in open_rounds(self._paths):
             decided = round.read("decided") or {}
             situation = self._situation.at_champion(decided["champion"])
-            if matching_round is None and situation.inputs == round.inputs:
+            is_same_run = decided.get("run") == self._winner_run
+            if matching_round is None and is_same_run and situation.inputs == round.inputs:
                 matching_round = round
             elif round.read("concluded") is not None or self._has_promoted(round, decided):
                 self._stage(round, "concluded", Stages(situation, round, self._console, self._at).conclude)
@@ -394,6 +409,7 @@ class _RetrainingStart:
             "inputs": asdict(self._situation.inputs),
             "champion": champion.version.version if champion is not None else None,
             "decision": asdict(decision),
+            "run": self._winner_run,
         }
         self._stage(round, "decided", lambda: value)
         self._say("decided", decision.reason)

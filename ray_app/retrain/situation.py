@@ -359,6 +359,19 @@ def _find_trigger(facts: TriggerFacts, section: RetrainSection) -> tuple[Trigger
 
 
 @dataclass(frozen=True)
+class StudyWinner:
+    """The winner of a study, which a round judges in place of a run that it trains.
+
+    Args:
+        config: The configuration of its run, with the name and the storage of the run.
+        tags: Tags of its version, such as the name of the study.
+    """
+
+    config: Config
+    tags: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Situation:
     """The input of one start, with what is computed on demand; the champion served when the round began."""
 
@@ -369,6 +382,7 @@ class Situation:
     delivery: Delivery
     champion: Champion | None
     stack: ExitStack
+    winner: StudyWinner | None = None
 
     @property
     def model(self) -> str:

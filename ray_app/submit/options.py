@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,15 @@ class SubmitSection:
             )
         return _STOP_WAIT | {name: values[name] for name in names}
 
-    def command(self, target: list[str], config: Config) -> str:
-        """Returns the shell command of a job; with `exec`, Ray sees a signal that ends the driver."""
-        return shlex.join(["exec", self.python, *target, "--config", json.dumps(non_default_fields(config))])
+    def command(self, target: list[str], config: Config, sections: Mapping[str, Any] | None = None) -> str:
+        """Returns the shell command of a job; with `exec`, Ray sees a signal that ends the driver.
+
+        Args:
+            target: The command, as arguments of Python.
+            sections: More sections than those of a run, by name.
+        """
+        fields = {**non_default_fields(config), **(sections or {})}
+        return shlex.join(["exec", self.python, *target, "--config", json.dumps(fields)])
 
 
 def split(text: str | None) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from ray_app.config.config import Config
 from ray_app.config.rules import NumberRange, PositiveFloat, PositiveInt, check_fields, find_empty_fields, refuse
+from ray_app.retrain.options import RetrainSection
+from ray_app.retrain.options import check_section as check_retraining
 from ray_app.tune.space import parse_space
 
 _NAME = re.compile(r"\w[\w.-]{0,99}")
@@ -21,12 +23,14 @@ class StudyScheduler:
     Args:
         kind: `halving`: all trials train `min_epochs` epochs, the best of them `eta` times as many, and so on up to
             `train.epochs` (successive halving). `asha`: the same, but a trial is promoted as soon as it is among the
-            best of those that have reached its rung. `none`: every trial trains `train.epochs` epochs.
+            best of those that have reached its rung. `median`: the same rungs, and a trial stops if its best result is
+            worse than the median of the earlier trials' averages. `none`: every trial trains `train.epochs` epochs.
         eta: The share of the trials of a rung that is promoted is one over this, rounded down, and at least one trial.
+            With `median` only the epochs of each rung follow from it.
         min_epochs: Epochs of the first rung.
     """
 
-    kind: Literal["halving", "asha", "none"] = "halving"
+    kind: Literal["halving", "asha", "median", "none"] = "halving"
     eta: Annotated[int, NumberRange(ge=2)] = 3
     min_epochs: PositiveInt = 1
 
@@ -71,7 +75,8 @@ class TuneSection:
         reuse: Names of other studies below `run.storage_path`. A trial that one of them has trained, with the same
             settings, data and code, is copied from there and not trained again.
         budget: What the study may use.
-        register: Whether the winner becomes a version of `tracking.registered_model`, which does not serve yet.
+        register: Whether the winner becomes a version of `tracking.registered_model`, which serves if it passes the
+            gate of retraining, with the settings of the section `retrain`.
         dry_run: Only shows the trials and rungs; nothing is trained or written.
     """
 
@@ -98,12 +103,13 @@ class TuneSection:
                 object.__setattr__(self, name, kind(**value))
 
 
-def check_section(config: Config, section: TuneSection) -> Config:
+def check_section(config: Config, section: TuneSection, gate: RetrainSection) -> Config:
     """Returns the configuration that the trials have in common; raises ConfigError with all problems.
 
     Args:
         config: The configuration as the user wrote it.
         section: The section `tune`.
+        gate: The section `retrain`.
     """
     parts = {"tune.": section, "tune.scheduler.": section.scheduler, "tune.budget.": section.budget}
     problems = [problem for prefix, part in parts.items() for problem in find_empty_fields(part, prefix)]
@@ -127,12 +133,24 @@ def check_section(config: Config, section: TuneSection) -> Config:
         problems.append("scaling.max_workers is all, and scaling.logical_workers is not set; a study needs a number.")
     if section.register and config.tracking.registered_model is None:
         problems.append("tune.register is set without tracking.registered_model; name the model, or leave it out.")
+    if section.register and section.folds is not None:
+        problems.append(
+            "tune.register is set, and so is tune.folds: the winner is a setting, whose model trains on a part of the"
+            " rows. Leave tune.register out, and give ray-app retrain the file winner.yaml of the study."
+        )
+    elif section.register and not section.split_evaluation and gate.gate_path is None:
+        problems.append(
+            "tune.register is set, and all evaluation rows compare trials, so the gate has none. Set"
+            " tune.split_evaluation, or retrain.gate_path."
+        )
     if section.scheduler.min_epochs > config.train.epochs:
         problems.append(
             f"tune.scheduler.min_epochs is {section.scheduler.min_epochs}, above train.epochs = {config.train.epochs},"
             " which is what the last rung has; lower the one or raise the other."
         )
     refuse(problems)
+    if section.register:
+        check_retraining(config, gate)
     parse_space(section.space, section.sampler == "grid")
     if section.metric is not None:
         config = replace(config, evaluate=replace(config.evaluate, metric=section.metric))

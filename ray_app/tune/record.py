@@ -44,6 +44,11 @@ class StudyPaths:
         return self.root / "study.json"
 
     @property
+    def winner(self) -> Location:
+        """File of the winner's settings, for a command's `--config` after the configuration of the study."""
+        return self.root / "winner.yaml"
+
+    @property
     def report(self) -> Location:
         """Page about the study."""
         return self.root / "report.html"
@@ -131,6 +136,8 @@ class StudyRecord:
         hours: Hours of all starts until the newest result.
         end: The winner with its value, as `StudyDriver` writes it at the end; None while the study goes on.
         mlflow_run_id: Id of the study's run in MLflow.
+        slots: Number of trials that can train at the same time now.
+        budget: Limits of `hours` and `worker_hours`, see `StudyBudget`.
     """
 
     identity: dict[str, Any]
@@ -145,11 +152,20 @@ class StudyRecord:
     hours: float = 0.0
     end: dict[str, Any] | None = None
     mlflow_run_id: str | None = None
+    slots: int = 0
+    budget: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def worker_hours(self) -> float:
         """Hours of all workers."""
         return sum(result.seconds * result.workers for result in self.results) / 3600
+
+    @property
+    def decisions(self) -> Any:
+        """What does not depend on the cluster: settings, promotions, results with the digests of parameters, winner."""
+        names = ("trial", "rung", "value", "step", "epochs", "params_digest", "reason", "scores")
+        results = sorted((r.trial, r.rung, [getattr(r, name) for name in names]) for r in self.results)
+        return self.trials, sorted(self.promotions), results, self.end
 
     def observed(self, before: int) -> list[Observed]:
         """Returns the trials below a number with a result of the first rung, by number."""

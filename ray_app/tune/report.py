@@ -1,14 +1,21 @@
-"""The report of a study as HTML, from its record alone: key figures, curves, and a table of the trials."""
+"""The views of a study: its report as HTML, from its record alone, and the screen of `ray-app watch`.
+
+The report has key figures, curves, and a table of the trials; the screen says in addition which of them train now.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pvariance, stdev
 from typing import Any
 
 from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ray_app.report.charts import (
     Axis,
@@ -23,8 +30,10 @@ from ray_app.report.charts import (
 )
 from ray_app.report.figures import NARROW, WIDE, Figure
 from ray_app.report.html import Card, cell, environment
+from ray_app.runlog.lease import is_held
+from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import redact
-from ray_app.tune.record import StudyRecord, TrialResult, settings_text, trial_name
+from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult, settings_text, trial_name
 from ray_app.tune.scheduler import Promotion
 
 _TONES: tuple[Tone, ...] = ("blue", "orange", "green", "purple", "red")
@@ -222,3 +231,62 @@ def _settings_figure(record: StudyRecord, ranked: Sequence[TrialResult], tones: 
 
 def _line(trial: int, points: Sequence[Point], tones: dict[int, Tone]) -> Line:
     return Line(trial_name(trial), tones.get(trial, "gray"), points, "line" if trial in tones else "faint")
+
+
+@dataclass(frozen=True)
+class StudyState:
+    """A study as its folder shows it at a moment.
+
+    Args:
+        status: `running`, `finished`, or `interrupted`: no driver lives, and the same command continues it.
+        training: The trials that train, with the rung that they are to end.
+    """
+
+    name: str
+    record: StudyRecord
+    status: str
+    training: dict[int, int]
+
+    @classmethod
+    def read(cls, paths: StudyPaths, record: StudyRecord) -> StudyState:
+        """Returns the state of a study with this record; reads the leases of the trials that may train."""
+        rungs = dict.fromkeys(record.trials, 0) | dict(sorted(record.promotions, key=lambda one: one[1]))
+        ended = {(result.trial, result.rung) for result in record.results}
+        training = dict[int, int]()
+        for trial, rung in rungs.items():
+            if (trial, rung) not in ended and any(map(is_held, paths.runs(trial, record.folds))):
+                training[trial] = rung
+        is_running = is_held(RunPaths(paths.root))
+        status = "finished" if record.end is not None else "running" if is_running else "interrupted"
+        return cls(paths.root.name, record, status, training)
+
+    @property
+    def line(self) -> str:
+        """The state in one line, without what changes all the time."""
+        record, newest = self.record, rank_trials(self.record)
+        parts = [f"{self.name}: {self.status}", f"{len(newest)} of {len(record.trials)} trials have a result"]
+        if newest and not newest[0].has_failed:
+            value = float("nan") if newest[0].value is None else newest[0].value
+            parts.append(f"best {record.metric} {value:.4f}, trial {trial_name(newest[0].trial)}")
+        return ", ".join([*parts, f"{len(self.training)} train in {record.slots} slots"])
+
+    def screen(self) -> RenderableType:
+        """Returns the table of the trials, by rung and value, below the state of the study."""
+        record = self.record
+        spent = [f"{seconds(record.hours * 3600)} until the newest result"]
+        for name, used in (("hours", record.hours), ("worker_hours", record.worker_hours)):
+            if (limit := record.budget.get(name)) is not None:
+                spent.append(f"{used:.2f} of {limit:g} {name.replace('_', '-')}")
+        results = {result.trial: result for result in rank_trials(record)}
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+        for column in ("trial", "rung", "epochs", record.metric, "", "settings"):
+            table.add_column(column, overflow="ellipsis", no_wrap=True)
+        for trial in dict.fromkeys([*results, *record.trials]):
+            result = results.get(trial, TrialResult(trial, 0, None))
+            state = result.reason or ""
+            if trial in self.training:
+                state = f"trains to epoch {record.rungs[self.training[trial]]}"
+            value = "-" if result.value is None else number(result.value)
+            row = (trial_name(trial), str(result.rung), str(result.epochs), value, state)
+            table.add_row(*map(Text, map(redact, (*row, settings_text(record.trials[trial])))))
+        return Group(Text(self.line, "bold"), Text(", ".join(spent)), table)

@@ -1,11 +1,12 @@
-"""The schedulers that promote the trials of a study: synchronous and asynchronous successive halving, or neither.
+"""The schedulers that promote the trials of a study: synchronous and asynchronous successive halving, or the median.
 
 The scheduler is a state machine that neither reads files nor knows time: `put` adds a result and returns the trials
 that it promotes. Rungs do not affect each other's decisions, except that the promotions of a rung, in their order, are
 the entrants of the next one. In the fixed order a rung takes results in the order of its entrants. So the promotions
 depend on the results alone, and not on the order in which they come.
 
-Sources: successive halving, Jamieson and Talwalkar 2016; ASHA, Li et al., MLSys 2020.
+Sources: successive halving, Jamieson and Talwalkar 2016; ASHA, Li et al., MLSys 2020; median, Golovin et al., "Google
+Vizier", KDD 2017, section 3.2.2.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import math
 from bisect import insort
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import NamedTuple
 
+_MIN_AVERAGES = 3
+"""Earlier trials in a rung without which the median stops no trial."""
 Key = tuple[float, int]
 """What orders the trials of a rung: the smaller, the better."""
 
@@ -54,7 +58,7 @@ class Scheduler:
     """Decides on the trials of a study.
 
     Args:
-        kind: `halving`, `asha` or `none`.
+        kind: `halving`, `asha`, `median` or `none`.
         eta: One over the share of trials that is promoted.
         num_rungs: Number of rungs.
         num_trials: Number of trials.
@@ -63,7 +67,7 @@ class Scheduler:
     """
 
     def __init__(self, kind: str, eta: int, num_rungs: int, num_trials: int, mode: str, is_fixed: bool) -> None:
-        self._is_synchronous = kind != "asha"
+        self._is_synchronous, self._is_median = kind in ("halving", "none"), kind == "median"
         self._eta, self._mode = eta, mode
         self._is_fixed = is_fixed or self._is_synchronous
         self._results = dict[Promotion, Key]()
@@ -102,6 +106,8 @@ class Scheduler:
             rung.taken += 1
             if Promotion(taken, number) not in self._failed:
                 insort(rung.ranked, self._results[Promotion(taken, number)])
+                if self._is_median and self._reaches_median(taken, number):
+                    chosen.append(taken)
             chosen += self._choose(number)
         # A rung also closes when the one below it does, without a result.
         chosen += self._choose(number)
@@ -118,8 +124,21 @@ class Scheduler:
         waiting = rung.entrants[rung.taken :] if self._is_synchronous else rung.entrants[rung.taken : rung.taken + 1]
         return next((trial for trial in waiting if Promotion(trial, number) in self._results), None)
 
+    def _reaches_median(self, trial: int, number: int) -> bool:
+        """Returns whether the best result of a trial is not worse than the median of the averages of earlier ones.
+
+        An average is that of all results of a trial up to this rung; those without a number do not count.
+        """
+        ranked = [one for _, one in self._rungs[number].ranked]
+        results = {one: [self._results[Promotion(one, rung)][0] for rung in range(number + 1)] for one in ranked}
+        best = min(results.pop(trial))
+        averages = [average for numbers in results.values() if math.isfinite(average := fmean(numbers))]
+        return len(averages) < _MIN_AVERAGES or best <= median(averages)
+
     def _choose(self, number: int) -> list[int]:
-        """Returns the trials that a rung promotes by the results that it has taken, without those before."""
+        """Returns the trials that a rung promotes by their rank in the results taken, without those before."""
+        if self._is_median:
+            return []
         rung, is_closed = self._rungs[number], self._is_closed(number)
         if rung.size is None:
             best, unknown = rung.taken // self._eta, 0

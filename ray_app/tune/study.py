@@ -7,24 +7,26 @@ before it carries them out. It keeps no other state, so the same command continu
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import stdev
 from typing import Any
 
 import ray
+import yaml
 from rich.console import Console
 
 from ray_app.cluster.resources import cluster, keep_connection
-from ray_app.config.config import Config, default_tracking_uri
-from ray_app.driver.model_export import register_best
+from ray_app.config.config import Config, TextDumper
 from ray_app.driver.parsing import load_section
 from ray_app.driver.result import Result
 from ray_app.driver.trained_run import load_trained_job
 from ray_app.errors import ConfigError, RayAppError, unwrap_app_error
 from ray_app.preflight.prepare import check_storage, prepare
+from ray_app.retrain.options import RetrainSection
+from ray_app.retrain.retraining import retrain
+from ray_app.retrain.situation import StudyWinner
 from ray_app.runlog.lease import acquire_lease, check_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
@@ -50,7 +52,7 @@ from ray_app.tune.scheduler import Promotion, Scheduler, rung_epochs
 from ray_app.tune.slots import Slots, count_slots
 from ray_app.tune.space import Dimension, parse_space
 from ray_app.tune.tracking import StudyTracker
-from ray_app.tune.trials import EarlierTrials, TrialConfigs, TrialJob, in_process_config, shorten, to_text
+from ray_app.tune.trials import EarlierTrials, TrialConfigs, TrialJob, in_process_config, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -137,13 +139,19 @@ class Study:
         )
 
 
-def run_study(config: Config, tune: Mapping[str, Any] | TuneSection, console: Console | None = None) -> Study:
+def run_study(
+    config: Config,
+    tune: Mapping[str, Any] | TuneSection,
+    console: Console | None = None,
+    gate: Mapping[str, Any] | None = None,
+) -> Study:
     """Runs a study; the same call continues it, after an interruption or with more trials.
 
     Args:
         config: From `load_config`: what all trials have in common.
         tune: The fields of the section `tune` of a configuration, by name.
         console: Where progress is shown; by default standard output.
+        gate: The fields of the section `retrain` by which `tune.register` decides whether the winner serves.
 
     Raises:
         ConfigError: The configuration, the space or the study is refused; nothing was started or written.
@@ -151,7 +159,8 @@ def run_study(config: Config, tune: Mapping[str, Any] | TuneSection, console: Co
         StudyFailedError: All trials fail in the same way, or none has a result.
     """
     section = tune if isinstance(tune, TuneSection) else load_section("tune", TuneSection, tune)
-    driver = StudyDriver(config, section, console or TextConsole())
+    gate_section = load_section("retrain", RetrainSection, gate or {})
+    driver = StudyDriver(config, section, gate_section, console or TextConsole())
     return driver.run()
 
 
@@ -161,16 +170,18 @@ class StudyDriver:
     Args:
         config: The configuration as the user wrote it.
         section: The section `tune`.
+        gate: The section `retrain`.
         console: Where progress is shown.
     """
 
-    def __init__(self, config: Config, section: TuneSection, console: Console) -> None:
-        config = check_section(config, section)
+    def __init__(self, config: Config, section: TuneSection, gate: RetrainSection, console: Console) -> None:
+        config = check_section(config, section, gate)
         check_storage(config)
         check_available(config)
         if uses_optuna(section):
             check_optuna()
-        self._section, self._console = section, console
+        self._section, self._gate = section, gate
+        self._console = console
         self._space: tuple[Dimension, ...] = parse_space(section.space, section.sampler == "grid")
         self.paths = StudyPaths.of(config, section)
         plain = TrialConfigs(config, self.paths, section).check(self._space)
@@ -235,7 +246,7 @@ class StudyDriver:
             self._fence = lease.fence
             # Another driver may have ended since this one has read it.
             self._load(read_record(self.paths) or self.record)
-            self.record.end = None
+            self.record.end, self.record.budget = None, asdict(self._section.budget)
             self._say_start()
             if self._config.tracking.enabled:
                 self._tracker = StudyTracker(self._config, self.paths, self.record)
@@ -254,17 +265,21 @@ class StudyDriver:
                 if self._tracker is not None:
                     self._tracker.close()
                     self._put_record()
-        self._say_end(study)
-        if self._section.register:
-            self._register(study)
+            self._say_end(study)
+            if self._section.register:
+                self._register(study)
         return study
 
     def _register(self, study: Study) -> None:
-        """Makes the winner a version of the registered model, which does not serve yet."""
-        name, uri = str(self._config.tracking.registered_model), default_tracking_uri(self._config)
-        tags = {"ray_app.study": str(self.paths.root), "ray_app.study_trials": str(len(self.record.trials))}
-        version = register_best(load_trained_job(RunPaths(study.run)), name, uri, tags, first_serves=False)
-        self._say(f"registered {version.name}, version {version.version}")
+        """Makes the winner a version of the registered model, which serves if it passes the gate of retraining."""
+        trials = len(self.record.trials)
+        tags = {"ray_app.study": str(self.paths.root), "ray_app.study_trials": str(trials)}
+        [trial] = self._configs.make(study._winner.trial, study.settings)
+        config = replace(trial, run=self._config.run, tracking=self._config.tracking).replace(evaluate__half=None)
+        reason = f"the winner of the study {self._section.name}, the best of {trials} trials"
+        gate = replace(self._gate, force=reason, start="scratch")
+        winner = StudyWinner(in_process_config(trial) or trial, tags)
+        retrain(config, gate, self._console, winner=winner)
 
     @property
     def _stop_file(self) -> Location:
@@ -276,6 +291,8 @@ class StudyDriver:
             is_complete = True
             if not self._is_spent():
                 pool.count = self._count_slots()
+                self._is_changed |= pool.count != self.record.slots
+                self.record.slots = pool.count
                 is_complete = self._start_jobs(pool)
             elif not pool.jobs:
                 self._say("The budget of the study is spent; no more trial begins or continues.")
@@ -426,6 +443,7 @@ class StudyDriver:
         if self.record.folds is None and self._section.split_evaluation:
             report = study.result.evaluate(half="report")[self.record.metric]
         self.record.end = {"winner": trial_name(best.trial), "value": best.value, "step": best.step}
+        put_atomic(self.paths.winner, _to_yaml(study.settings).encode())
         self.record.end |= {"params_digest": best.params_digest, "settings": study.settings, "report": report}
         return study
 
@@ -446,9 +464,9 @@ class StudyDriver:
         rules, size = self._section.scheduler, self.num_trials
         parts = list[str]()
         for epochs in self.rungs:
-            about = "about " if rules.kind == "asha" and parts else ""
+            about = {"asha": "about ", "median": "up to "}.get(rules.kind, "") if parts else ""
             parts.append(f"{about}{size} to epoch {epochs}")
-            size = max(1, size // rules.eta)
+            size = max(1, size // rules.eta) if rules.kind != "median" else size
         text = f"{self.num_trials} trials, {rules.kind}: {', '.join(parts)}; {self.record.metric} ({self.record.mode})"
         if len(parts) == 1 and rules.kind != "none":
             text += f"; no trial ends early with train.epochs below {rules.min_epochs * rules.eta}"
@@ -490,6 +508,17 @@ class StudyDriver:
         self._say(f"parameters {best.params_digest}")
         if self.record.folds is None:
             self._say(f"export     ray-app export --run {study.run} --out FOLDER")
-        fields = [f"--{name}={to_text(value)}" for name, value in study.settings.items()]
-        self._say(f"train      ray-app train --config FILE {shlex.join(fields)}")
+        self._say(f"train      ray-app train --config FILE --config {self.paths.winner}")
         self._say(f"report     {self.paths.report}")
+
+
+def _to_yaml(settings: Mapping[str, Any]) -> str:
+    """Returns settings by dotted names as the text of a configuration."""
+    content: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, field = name.split(".")
+        section = content
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[field] = value
+    return yaml.dump(content, Dumper=TextDumper, sort_keys=False)

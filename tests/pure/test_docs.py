@@ -30,6 +30,7 @@ _EXISTING_FILES = (
     "keras_train.yaml",
     "iris.yaml",
     "tune.yaml",
+    "runs/digits-study/winner.yaml",
     "photos.yaml",
     "detection.yaml",
     "segmentation.yaml",
@@ -64,6 +65,7 @@ def test_a_command_in_the_documentation_parses(
 ) -> None:
     for name in ("conf", "datasets"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs" / "digits-study").mkdir(parents=True)
     for name in _EXISTING_FILES:
         (tmp_path / name).write_text((ROOT / "conf" / "digits.yaml").read_text())
     monkeypatch.chdir(tmp_path)

@@ -14,11 +14,11 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 1_047,
-    "ray_app/cli": 2_561,
+    "ray_app/cli": 2_619,
     "ray_app/cluster": 4_963,
     "ray_app/config": 1_856,
     "ray_app/data": 4_596,
-    "ray_app/drill": 2_970,
+    "ray_app/drill": 3_048,
     "ray_app/driver": 3_193,
     "ray_app/evaluate": 665,
     "ray_app/ingest": 9_459,
@@ -29,17 +29,17 @@ CEILINGS = {
     "ray_app/preflight": 5_105,
     "ray_app/reduction": 2_359,
     "ray_app/report": 1_687,
-    "ray_app/retrain": 2_057,
+    "ray_app/retrain": 2_087,
     "ray_app/runlog": 2_424,
     "ray_app/storage": 1_526,
-    "ray_app/submit": 736,
+    "ray_app/submit": 743,
     "ray_app/task": 11_340,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
-    "ray_app/tune": 2_089,
+    "ray_app/tune": 2_248,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_089,
+    "tests": 79_268,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

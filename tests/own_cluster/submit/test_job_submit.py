@@ -27,6 +27,7 @@ from ray_app.report.facts import read_facts
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.paths import RunPaths
+from ray_app.tune.record import StudyPaths, read_record
 from ray_app.watch.live_views import list_values
 from tests.support.head import RAY, Head, start_head
 from tests.support.paths import ROOT, SUPPORT
@@ -352,6 +353,29 @@ def test_following_survives_a_broken_connection_and_reports_the_exit_code(flows:
     end = lines.index('["odd-1", "FAILED", 3]')
     assert "UNKNOWN" in lines[end:]
     assert "has not answered for 1 s" in lines[-1]
+
+
+def test_a_study_is_a_job(cluster: JobCluster) -> None:
+    tune = {"space": {"train.grad_clip_norm": {"choice": [1.0, 2.0]}}, "sampler": "grid", "slots": 2}
+    fields = {"tune": tune, "train": {"epochs": 1}, "checkpoint": {"every_epochs": 1}}
+    task_options = [option for option in cluster.options("study") if option.startswith("--task")]
+    cluster.go_on("study")
+    command = ["tune", "--config", "conf/slow.yaml", "--config", json.dumps(fields), *task_options]
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_app", "submit", *command, f"--submit.address={cluster.head.url}"],
+        cwd=cluster.project,
+        env=cluster.head.environment,
+        capture_output=True,
+        text=True,
+        timeout=_JOB_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = read_record(StudyPaths(cluster.folder / "runs" / "study"))
+    assert record is not None
+    assert record.end is not None
+    assert f"winner     trial {record.end['winner']}: grad_clip_norm" in done.stdout
+    assert cluster.head.job("study-1")["metadata"]["ray_app_study"] == "study"
 
 
 def dry_run(cluster: JobCluster) -> dict[str, Any]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import signal
 import socket
 import zipfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from ray._private.runtime_env.packaging import create_package
 
 from ray_app import load_config
 from ray_app.cluster.resources import check_object_stores
-from ray_app.driver.parsing import parse
+from ray_app.driver.parsing import parse, parse_with_sections
 from ray_app.errors import ConfigError
 from ray_app.submit import server
 from ray_app.submit.options import (
@@ -38,6 +40,7 @@ from ray_app.submit.preflight import (
     list_job_files,
 )
 from ray_app.submit.server import JobServer, LostContactError, _Tail
+from ray_app.tune.options import TuneSection
 from tests.support.paths import ROOT
 
 DIGITS = ROOT / "conf" / "digits.yaml"
@@ -98,6 +101,13 @@ def test_the_submitted_configuration_is_complete(path: Path) -> None:
     text = json.dumps(non_default_fields(config))
     assert parse(["--config", text], exit_on_error=False) == config
     assert "step_timeout_s" not in text
+
+
+def test_a_submitted_study_is_complete() -> None:
+    config, tune = load_config(DIGITS), TuneSection(space={"train.grad_clip_norm": {"choice": [None, 1.0]}}, slots=3)
+    *command, text = shlex.split(SubmitSection().command(["-m", "ray_app", "tune"], config, {"tune": asdict(tune)}))
+    assert command == ["exec", "python", "-m", "ray_app", "tune", "--config"]
+    assert parse_with_sections(["--config", text], {"tune": TuneSection}, "tune", False) == (config, {"tune": tune})
 
 
 def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatch) -> None:

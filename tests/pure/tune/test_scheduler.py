@@ -56,7 +56,7 @@ def test_halving_promotes_the_best_third_of_each_rung() -> None:
     assert winner.rung == 3
 
 
-@pytest.mark.parametrize("kind", ["halving", "asha"])
+@pytest.mark.parametrize("kind", ["halving", "asha", "median"])
 @pytest.mark.parametrize("failing", [frozenset[int](), frozenset({0, 7, 20})])
 def test_decisions_do_not_depend_on_slots_or_on_the_order_of_results(kind: str, failing: frozenset[int]) -> None:
     outcomes = set()

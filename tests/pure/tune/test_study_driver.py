@@ -13,13 +13,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ray_app.cli import watch
 from ray_app.config.config import Config
 from ray_app.driver.parsing import load_config, load_section
 from ray_app.errors import ConfigError, StorageError
+from ray_app.retrain.options import RetrainSection
+from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.output import TextConsole
+from ray_app.runlog.paths import RunPaths
 from ray_app.tune import study
 from ray_app.tune.options import TuneSection
 from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult
+from ray_app.tune.report import StudyState
 from ray_app.tune.slots import Outcome
 from ray_app.tune.space import parse_space
 from ray_app.tune.study import StudyDriver, StudyFailedError
@@ -106,38 +111,33 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def run(config: Config, slots: SimulatedSlots, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> StudyRecord:
     monkeypatch.setattr(study, "Slots", lambda *_: slots)
     section = load_section("tune", TuneSection, {**TUNE, "slots": slots.count, **fields})
-    driver = StudyDriver(config, section, TextConsole(quiet=True))
+    driver = StudyDriver(config, section, RetrainSection(), TextConsole(quiet=True))
     with suppress(KeyboardInterrupt):
         driver.run()
     return driver.record
 
 
-def decisions(record: StudyRecord) -> Any:
-    results = sorted((r.trial, r.rung, r.value, r.params_digest, r.reason) for r in record.results)
-    return record.trials, sorted(record.promotions), results, record.end
-
-
-@pytest.mark.parametrize("kind", ["halving", "asha"])
+@pytest.mark.parametrize("kind", ["halving", "asha", "median"])
 def test_decisions_are_equal_for_any_slots_and_after_kills(
     config: Config, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     scheduler = {"kind": kind}
-    expected = decisions(run(config, SimulatedSlots(1), monkeypatch, name="one", scheduler=scheduler))
+    expected = run(config, SimulatedSlots(1), monkeypatch, name="one", scheduler=scheduler).decisions
     for count, seed in ((2, 1), (4, 2), (9, 3)):
         name = f"{count}-slots"
         record = run(config, SimulatedSlots(count, seed), monkeypatch, name=name, scheduler=scheduler)
-        assert decisions(record) == expected
+        assert record.decisions == expected
     for start in range(6):
         record = run(config, SimulatedSlots(2, start, stops_after=3), monkeypatch, name="killed", scheduler=scheduler)
         if record.end is not None:
             break
         assert len(record.results) == 3 * (start + 1)
-    assert decisions(record) == expected
+    assert record.decisions == expected
 
 
 def test_an_attempt_without_a_result_is_repeated_twice(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = decisions(run(config, SimulatedSlots(2), monkeypatch, name="undisturbed"))
-    assert decisions(run(config, SimulatedSlots(2, lost=2), monkeypatch, name="twice")) == expected
+    expected = run(config, SimulatedSlots(2), monkeypatch, name="undisturbed").decisions
+    assert run(config, SimulatedSlots(2, lost=2), monkeypatch, name="twice").decisions == expected
     record = run(config, SimulatedSlots(2, lost=3), monkeypatch, name="thrice")
     [failed] = [result for result in record.results if result.has_failed]
     assert (failed.trial, failed.rung) == (1, 0)
@@ -164,13 +164,42 @@ def test_a_report_and_a_record_are_written(config: Config, monkeypatch: pytest.M
     assert (tmp_path / "written" / "study.json").exists()
 
 
+def test_watch_shows_a_study_from_its_folder(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, budget = StudyPaths(tmp_path / "watched"), {"worker_hours": 2.5}
+    record = run(config, SimulatedSlots(2, stops_after=4), monkeypatch, name="watched", budget=budget)
+    [trial] = sorted(set(record.trials) - set(record.newest_results()))[:1]
+    [trial_run] = paths.runs(trial, None)
+    with acquire_lease(RunPaths(paths.root)), acquire_lease(trial_run):
+        state = StudyState.read(paths, record)
+    assert (state.status, state.training) == ("running", {trial: 0})
+    best = max(record.results, key=lambda result: result.value or 0)
+    text = f"4 of {len(record.trials)} trials have a result, best accuracy {best.value:.4f}, trial {best.trial:04d}"
+    assert state.line == f"watched: running, {text}, 1 train in 2 slots"
+    TextConsole(width=150).print(state.screen())
+    screen = capsys.readouterr().out
+    assert "0.00 of 2.5 worker-hours" in screen
+    assert "trains to epoch 1" in screen
+    assert StudyState.read(paths, record).line.startswith("watched: interrupted, 4 of")
+
+    run(config, SimulatedSlots(2), monkeypatch, name="watched", budget=budget)
+    capsys.readouterr()
+    assert watch.main([str(paths.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("watched: finished, 9 of 9 trials have a result")
+    assert [line.split()[1] for line in lines[-9:]] == ["2", "1", "1", *["0"] * 6]
+    assert watch.main([str(paths.root), "--port", "0"]) == 2
+    assert "is a study, which is watched alone" in capsys.readouterr().err
+
+
 def test_a_trial_counts_when_all_its_folds_have_ended(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config.replace(data__eval_path=None)
-    expected = decisions(run(config, SimulatedSlots(1), monkeypatch, name="one", folds=3))
+    expected = run(config, SimulatedSlots(1), monkeypatch, name="one", folds=3).decisions
     record = run(config, SimulatedSlots(2, 1, stops_after=5), monkeypatch, name="killed", folds=3)
     assert (len(record.parts), record.folds) == (5, 3)
     record = run(config, SimulatedSlots(7, 2), monkeypatch, name="killed", folds=3)
-    assert decisions(record) == expected
+    assert record.decisions == expected
     assert all(result.value == fmean(result.scores) for result in record.results)
     assert len(record.parts) == 3 * len(record.results)
 

@@ -18,10 +18,15 @@ import ray
 from ray_app import run_study, run_training
 from ray_app.config.config import Config, default_tracking_uri
 from ray_app.config.variables import DEFAULT_EXPERIMENT
+from ray_app.driver.parsing import parse
 from ray_app.errors import ConfigError, RunExistsError
+from ray_app.models.registry import champion_of
+from ray_app.retrain.options import RetrainSection
+from ray_app.retrain.retraining import retrain
+from ray_app.retrain.rounds import RetrainPaths, read_audit_entries
 from ray_app.storage.files import read_json
 from ray_app.tune.options import TuneSection
-from ray_app.tune.record import StudyPaths, StudyRecord, read_record
+from ray_app.tune.record import StudyPaths, read_record
 from ray_app.tune.study import Study, StudyFailedError
 from tests.support.mlflow_server import make_database
 from tests.support.paths import ROOT
@@ -38,12 +43,6 @@ TUNE = {
     "trials": 4,
     "scheduler": {"kind": "halving", "eta": 2, "min_epochs": 1},
 }
-
-
-def _decisions(record: StudyRecord) -> Any:
-    """Returns what must not depend on the cluster: settings, promotions, values and parameters of each rung."""
-    results = sorted((r.trial, r.rung, r.value, r.step, r.epochs, r.params_digest, r.reason) for r in record.results)
-    return record.trials, sorted(record.promotions), results
 
 
 @pytest.fixture
@@ -75,7 +74,7 @@ def expected(make_config: MakeConfig, reference: dict[str, Any]) -> Any:
     """The decisions of the study with two slots."""
     if not reference:
         study = run_study(make_config(), {**TUNE, "name": "reference", "slots": 2})
-        reference.update(decisions=_decisions(study.record), winner=study.winner, study=study)
+        reference.update(decisions=study.record.decisions, winner=study.winner, study=study)
     return reference["decisions"]
 
 
@@ -110,7 +109,7 @@ def test_decisions_do_not_depend_on_the_number_of_slots(
     # The trials that are left get more workers at once, although they are short.
     monkeypatch.setattr("ray_app.tune.study._GROW_S", 0.0)
     study = run_study(make_config(), {**TUNE, "slots": slots})
-    assert _decisions(study.record) == expected
+    assert study.record.decisions == expected
     assert {result.workers for result in study.record.results} == ({1} if slots == 1 else {1, 2})
 
 
@@ -155,7 +154,7 @@ def test_a_killed_driver_and_a_killed_slot_change_nothing(
         stopped.set()
         thread.join()
     assert killed
-    assert _decisions(study.record) == expected
+    assert study.record.decisions == expected
 
 
 def test_a_trial_that_fails_is_recorded_and_more_trials_can_follow(make_config: MakeConfig) -> None:
@@ -203,7 +202,7 @@ def test_a_setting_of_another_type_is_refused_before_anything_is_written(
     assert not (tmp_path / "runs" / "study").exists()
 
 
-def test_a_study_is_a_run_of_mlflow_with_a_child_for_each_trial(make_config: MakeConfig) -> None:
+def test_a_study_is_a_run_of_mlflow_with_a_child_for_each_trial(make_config: MakeConfig, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     config = make_config(train__epochs=1, tracking__enabled=True, tracking__registered_model="digits")
@@ -225,7 +224,28 @@ def test_a_study_is_a_run_of_mlflow_with_a_child_for_each_trial(make_config: Mak
     version = client.get_model_version("digits", "1")
     assert version.tags["ray_app.study_trials"] == "2"
     assert version.tags["ray_app.study"] == str(study.path)
-    assert "champion" not in client.get_registered_model("digits").aliases
+    assert version.tags["ray_app.params_digest"] == study.record.end["params_digest"]
+    assert champion_of(client, "digits") == "1"
+
+    # The same study again registers nothing, and the winner of another one is compared with the champion.
+    run_study(config, {**tune, "name": "tracked", "register": True})
+    worse = config.replace(optimizer__init_args={"lr": 1.0e-6}, schedule=None)
+    run_study(worse, {**tune, "name": "worse", "register": True})
+    assert champion_of(client, "digits") == "1"
+    refused = client.get_model_version("digits", "2")
+    assert "the winner of the study worse, the best of 2 trials" in refused.tags["ray_app.trained_because"]
+    audit = read_audit_entries(RetrainPaths.of(config))
+    assert [(entry["what"], entry["version"]) for entry in audit] == [("promoted", "1"), ("gate refused", "2")]
+    # The rows of the gate are those by which nothing was chosen.
+    assert audit[0]["figures"]["challenger"] == study.record.end["report"]
+
+    # Retraining continues from there, with the settings of the winner.
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    best = parse(["--config", str(file), "--config", str(study.path / "winner.yaml")], "retrain", False)
+    assert best.train.grad_clip_norm == study.settings["train.grad_clip_norm"]
+    outcome = retrain(best, RetrainSection())
+    assert (outcome.kind, outcome.reason) == ("nothing", "the data is the training data of champion version 1")
 
 
 def test_a_trial_is_the_mean_over_folds(make_config: MakeConfig) -> None:
