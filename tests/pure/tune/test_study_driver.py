@@ -214,9 +214,9 @@ def test_the_epochs_that_a_task_chooses_by_its_rows_are_refused_with_their_numbe
     space = {"task.init_args.dropout": {"uniform": [0.0, 0.5]}}
     section = load_section("tune", TuneSection, {"space": space, "trials": 2, "dry_run": True})
     with pytest.raises(ConfigError, match=r"task sets (\d+) by the number of rows.* Set train.epochs, such as \1\."):
-        StudyDriver(config, section, TextConsole(quiet=True))
+        StudyDriver(config, section, RetrainSection(), TextConsole(quiet=True))
     config = config.replace(train__epochs=9)
-    assert StudyDriver(config, section, TextConsole(quiet=True)).rungs[-1] == 9
+    assert StudyDriver(config, section, RetrainSection(), TextConsole(quiet=True)).rungs[-1] == 9
 
 
 def test_a_setting_is_inserted_if_that_gives_what_the_parser_gives(config: Config) -> None:
