@@ -133,4 +133,5 @@ def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str,
 
 
 def _spread(values: list[float]) -> str:
-    return f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+    digits = 3 if max(values) < 1000 else 0
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -157,7 +157,7 @@ def run_ray_tune(folder: Path, size: Size) -> dict[str, Any]:
     from ray_app.tune.samplers import sample
     from ray_app.tune.space import parse_space
 
-    arrays = {}
+    arrays = dict[str, Any]()
     for suffix, name in (("", "train"), ("_eval", "eval")):
         table = pq.read_table(folder.parent / "data" / name)
         pixels = np.frombuffer(b"".join(table["image"].to_pylist()), np.uint8).reshape(-1, 1, 8, 8)
@@ -234,13 +234,13 @@ def simulate(folder: Path, size: Size) -> dict[str, float]:
         "decisions": len(driver.record.results),
         "ms per decision (bar 10)": train_s / len(driver.record.results) * 1e3,
         "MB of the driver above idle (bar 300)": process.memory_info().rss / 1e6 - idle_mb,
-        "kB of the record": driver.paths.record.stat().st_size / 1e3,
+        "kB of the record": len(driver.paths.record.read_bytes()) / 1e3,
         "s for the report": time.perf_counter() - start_s,
         "kB of the report": len(page) / 1e3,
     }
 
 
-SIDES = {
+SIDES: dict[str, Callable[[Path, Size], dict[str, Any]]] = {
     OURS: partial(run_study_of, is_plain=True),
     THEIRS: run_ray_tune,
     "digits": partial(run_study_of, is_plain=False),

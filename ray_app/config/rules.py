@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from ray_app.errors import ConfigError
 
@@ -74,7 +74,7 @@ def field_types(section: type) -> Mapping[str, FieldType]:
 
 def find_empty_fields(settings: Any, prefix: str = "") -> list[str]:
     """Returns a problem for each field that is empty and must have a value."""
-    kind = type(settings)
+    kind: Any = type(settings)
     return [
         f"{prefix}{name} is empty; set a value, or remove the line for the default, {getattr(kind, name)!r}."
         for name, allowed in field_types(kind).items()
@@ -84,8 +84,8 @@ def find_empty_fields(settings: Any, prefix: str = "") -> list[str]:
 
 def check_fields(settings: Any, prefix: str = "") -> list[str]:
     """Returns a problem for each field with a value that is not among its choices or not in its range."""
-    problems = []
-    for name, (_, choices, limits) in field_types(type(settings)).items():
+    problems, kind = list[str](), cast(Any, type(settings))
+    for name, (_, choices, limits) in field_types(kind).items():
         value = getattr(settings, name)
         if limits is not None and isinstance(value, int | float):
             if not limits.allows(value):

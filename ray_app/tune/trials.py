@@ -152,7 +152,7 @@ class TrialConfigs:
         values = deepcopy(self._values)
         for name, value in settings.items():
             *parents, last = name.split(".")
-            section = values
+            section: Any = values
             for parent in parents:
                 section = section.get(parent) if isinstance(section, dict) else None
             # The parser drops arguments that another class does not have.
