@@ -46,7 +46,7 @@ def rows(cloud: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_rows(path: str) -> dict[str, np.ndarray]:
+def load_rows(path: str | list[str]) -> dict[str, np.ndarray]:
     dataset = open_dataset(path)
     reader = Reader(dataset.root, ["x", "y"], dict, probe(dataset, ["x", "y"], dict))
     source = RowSource(reader, dataset.manifest, 300)
@@ -57,12 +57,25 @@ def test_a_data_set_in_a_bucket_equals_the_one_on_a_disk(cloud: Server, rows: Pa
     remote_path = str(cloud.path("rows"))
     local, remote = open_dataset(str(rows)), open_dataset(remote_path)
     assert (remote.manifest.digest, remote.manifest.paths) == (local.manifest.digest, local.manifest.paths)
-    assert to_location(remote.root) == cloud.path("rows")
+    assert remote.root == remote_path
     expected, read = load_rows(str(rows)), load_rows(remote_path)
     assert read.keys() == expected.keys()
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
     paths = local.manifest.paths
-    assert hash_files(str(cloud.path("rows")), paths) == hash_files(str(rows), paths)
+    assert hash_files(remote_path, paths) == hash_files(str(rows), paths)
+
+
+def test_data_sets_on_a_disk_and_in_a_bucket_are_read_together(cloud: Server, rows: Path) -> None:
+    sources = [str(rows), str(cloud.path("rows"))]
+    dataset = open_dataset(sources)
+    alone, read = load_rows(sources[0]), load_rows(sources)
+    assert all(np.array_equal(read[name], np.concatenate([alone[name]] * 2)) for name in alone)
+    paths = open_dataset(str(rows)).manifest.paths
+    expected = [*file_versions(sources[0], paths), *file_versions(sources[1], paths)]
+    assert file_versions(dataset.root, dataset.manifest.paths) == expected
+    assert (
+        list(hash_files(dataset.root, dataset.manifest.paths).values()) == [*hash_files(sources[0], paths).values()] * 2
+    )
 
 
 FOLDERS = {"kind=a b/day=2024-01-01": 1, "kind=a%2Fb/day=2024-01-02": 2, "kind=ü/day=__HIVE_DEFAULT_PARTITION__": 3}

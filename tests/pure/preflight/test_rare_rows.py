@@ -226,7 +226,7 @@ def test_the_search_for_the_longest_row_reads_large_rows_in_small_batches(
 
 def test_the_search_for_the_longest_row_skips_unreadable_files(tmp_path: Path, plain: str) -> None:
     dataset = open_dataset(write(tmp_path / "damaged"))
-    for file in Path(dataset.root).iterdir():
+    for file in Path(str(dataset.root)).iterdir():
         file.write_bytes(file.read_bytes()[:-1])
     assert find_longest_row(dataset, ["tokens"], 100) is None
 

@@ -182,6 +182,9 @@ def test_the_package_leaves_out_the_same_files_as_ray(project: Path) -> None:
         packed_by_ray = {member.filename: member.file_size for member in zip_file.infolist() if not member.is_dir()}
     assert packed_by_ray == package.files
     assert check_uploaded_data(package, config) == []
+    sources = [{"path": config.data.path, "weight": 1}, {"path": "elsewhere", "weight": 1}]
+    [finding] = check_uploaded_data(package, config.replace(data__path=sources))
+    assert (finding.level, finding.text[:40]) == ("refused", "data.path is 'elsewhere', a relative path"[:40])
 
 
 _SECRET_NAMES = [
