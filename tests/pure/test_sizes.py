@@ -36,10 +36,10 @@ CEILINGS = {
     "ray_app/task": 11_325,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
-    "ray_app/tune": 2_094,
+    "ray_app/tune": 2_097,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_680,
+    "tests": 78_695,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
