@@ -21,6 +21,7 @@ from ray.actor import ActorHandle
 from ray_app.cluster.ray_private import nodes_with_labels
 from ray_app.cluster.resources import cluster_capacity, is_local_cluster, workers_in
 from ray_app.config.config import Config
+from ray_app.errors import RayAppError
 from ray_app.process import keep_freed_memory, log_to_stderr
 from ray_app.runlog.redaction import register_secrets
 from ray_app.tune.record import TrialResult
@@ -31,6 +32,18 @@ logger = logging.getLogger(__name__)
 Outcome = tuple[TrialJob, TrialResult | BaseException]
 """A trial with its result, or the error with which its attempt has ended."""
 _THREAD_POLL_S = 0.1
+
+
+class LostSlotError(RayAppError):
+    """The process of a slot has ended.
+
+    Args:
+        nodes: The nodes of the cluster when it began. If one has left the cluster, the trial is not at fault.
+    """
+
+    def __init__(self, nodes: set[str]) -> None:
+        super().__init__("its process ended")
+        self.nodes = nodes
 
 
 class _TrialSlot:
@@ -79,6 +92,8 @@ class Slots:
         self._slot_class = ray.remote(_TrialSlot).options(**options)
         self.count = count
         self._idle = list[ActorHandle]()
+        # The nodes of the cluster when each slot began.
+        self._nodes = dict[ActorHandle, set[str]]()
         self._running = dict[ray.ObjectRef, tuple[TrialJob, ActorHandle]]()
         self._threads = dict[Future[TrialResult], TrialJob]()
         self._executor = ThreadPoolExecutor(max_workers=64, thread_name_prefix="trial")
@@ -98,13 +113,14 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Number of slots without a trial."""
-        return self.count - sum(job.workers or 1 for job in self.jobs)
+        """Number of slots without a trial; 0 on a cluster that has become too small."""
+        return max(0, self.count - sum(job.workers or 1 for job in self.jobs))
 
     def start(self, job: TrialJob) -> None:
         """Starts a trial, for which there are free slots."""
         if job.workers is None:
             actor = self._idle.pop() if self._idle else self._slot_class.remote()
+            self._nodes.setdefault(actor, alive_nodes())
             self._running[actor.run.remote(job)] = job, actor
             return
         # The processes of idle slots reserve what the workers need.
@@ -141,10 +157,15 @@ class Slots:
             try:
                 outcomes.append((job, ray.get(ref)))
                 self._idle.append(actor)
-            except ray.exceptions.RayActorError as error:
-                # The process is gone; the next trial gets another one.
-                outcomes.append((job, error))
+            except ray.exceptions.RayActorError:
+                # The next trial gets another process.
+                outcomes.append((job, LostSlotError(self._nodes.pop(actor))))
             except Exception as error:
                 outcomes.append((job, error))
                 self._idle.append(actor)
         return outcomes
+
+
+def alive_nodes() -> set[str]:
+    """Returns the ids of the nodes of the connected cluster; Ray notices the end of one after some seconds."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import stdev
 from typing import Any
 
-import ray
 import yaml
 from rich.console import Console
 
@@ -49,7 +48,7 @@ from ray_app.tune.record import (
 from ray_app.tune.report import study_cell, study_page
 from ray_app.tune.samplers import check_optuna, count_trials, propose, sample
 from ray_app.tune.scheduler import Promotion, Scheduler, rung_epochs
-from ray_app.tune.slots import Slots, count_slots
+from ray_app.tune.slots import LostSlotError, Slots, alive_nodes, count_slots
 from ray_app.tune.space import Dimension, parse_space
 from ray_app.tune.tracking import StudyTracker
 from ray_app.tune.trials import EarlierTrials, TrialConfigs, TrialJob, in_process_config, shorten
@@ -204,7 +203,8 @@ class StudyDriver:
                 )
         self._load(before or StudyRecord(identity, metric, mode, list(self.rungs), folds=folds))
         self._earlier = EarlierTrials([StudyPaths(self.paths.root.parent / name) for name in section.reuse])
-        self._attempts = dict[tuple[Promotion, int | None], int]()
+        # For each attempt of a trial the nodes when its slot began.
+        self._attempts = dict[tuple[Promotion, int | None], list[set[str]]]()
         self._tracker: StudyTracker | None = None
 
     def _load(self, record: StudyRecord) -> None:
@@ -380,14 +380,13 @@ class StudyDriver:
 
     def _count_attempt(self, job: TrialJob, error: BaseException) -> None:
         """Lets a trial start again after an attempt without a result, unless there were too many."""
-        key = Promotion(job.trial, job.rung), job.fold
-        reason = (
-            "its process ended" if isinstance(error, ray.exceptions.RayActorError) else str(unwrap_app_error(error))
-        )
-        reason = redact(reason).strip().partition("\n")[0]
-        self._attempts[key] = self._attempts.get(key, 0) + 1
-        self._say(f"trial {trial_name(job.trial)}: {reason}; attempt {self._attempts[key]} of {_MAX_ATTEMPTS}")
-        if self._attempts[key] >= _MAX_ATTEMPTS:
+        attempts = self._attempts.setdefault((Promotion(job.trial, job.rung), job.fold), [])
+        attempts.append(error.nodes if isinstance(error, LostSlotError) else set())
+        # Ray notices the end of a node after that of its processes. The result must not depend on how often nodes end.
+        count = sum(not (nodes and nodes - alive_nodes()) for nodes in attempts)
+        reason = redact(str(unwrap_app_error(error))).strip().partition("\n")[0]
+        self._say(f"trial {trial_name(job.trial)}: {reason}; attempts that count: {count} of {_MAX_ATTEMPTS}")
+        if count >= _MAX_ATTEMPTS:
             reason = f"{_MAX_ATTEMPTS} attempts failed, the last one: {reason}"
             self._take(TrialResult(job.trial, job.rung, None, reason=reason, fold=job.fold))
 

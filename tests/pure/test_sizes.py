@@ -36,10 +36,10 @@ CEILINGS = {
     "ray_app/task": 11_340,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
-    "ray_app/tune": 2_239,
+    "ray_app/tune": 2_263,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_277,
+    "tests": 79_371,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

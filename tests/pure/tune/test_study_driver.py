@@ -25,7 +25,7 @@ from ray_app.tune import study
 from ray_app.tune.options import TuneSection
 from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult
 from ray_app.tune.report import StudyState
-from ray_app.tune.slots import Outcome
+from ray_app.tune.slots import LostSlotError, Outcome
 from ray_app.tune.space import parse_space
 from ray_app.tune.study import StudyDriver, StudyFailedError
 from ray_app.tune.trials import TrialConfigs, TrialJob
@@ -47,12 +47,21 @@ class SimulatedSlots:
         seed: Seed of the order.
         stops_after: Number of results after which the driver is killed.
         lost: Number of attempts of trial 1 that end with an error.
+        error: That error.
     """
 
-    def __init__(self, count: int, seed: int = 0, stops_after: int = 1000, lost: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        seed: int = 0,
+        stops_after: int = 1000,
+        lost: int = 0,
+        error: Exception = StorageError("the disk is away"),
+    ) -> None:
         self.count, self.jobs = count, list[TrialJob]()
         self._random = random.Random(seed)
         self._left, self._lost = stops_after, lost
+        self._error = error
 
     def __enter__(self) -> SimulatedSlots:
         return self
@@ -79,7 +88,7 @@ class SimulatedSlots:
         job = self.jobs.pop(self._random.randrange(len(self.jobs)))
         if job.trial == 1 and self._lost:
             self._lost -= 1
-            return [(job, StorageError("the disk is away"))]
+            return [(job, self._error)]
         quality = (
             random.Random(job.trial + (job.fold or 0)).random()
             + 0.1 * random.Random(f"{job.trial} {job.rung}").random()
@@ -142,6 +151,14 @@ def test_an_attempt_without_a_result_is_repeated_twice(config: Config, monkeypat
     [failed] = [result for result in record.results if result.has_failed]
     assert (failed.trial, failed.rung) == (1, 0)
     assert failed.reason == "3 attempts failed, the last one: the disk is away"
+
+
+def test_an_attempt_that_ended_with_its_node_does_not_count(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "alive_nodes", lambda: {"a", "c"})
+    for nodes, failures in (({"a", "b"}, 0), ({"a"}, 1)):
+        slots = SimulatedSlots(2, lost=5, error=LostSlotError(nodes))
+        record = run(config, slots, monkeypatch, name=f"failures-{failures}")
+        assert sum(result.has_failed for result in record.results) == failures
 
 
 def test_more_trials_later_give_the_study_that_began_with_them(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
