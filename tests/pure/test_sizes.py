@@ -27,7 +27,7 @@ CEILINGS = {
     "ray_app/plan": 926,
     "ray_app/predict": 611,
     "ray_app/preflight": 5_068,
-    "ray_app/reduction": 2_432,
+    "ray_app/reduction": 2_428,
     "ray_app/report": 1_687,
     "ray_app/retrain": 2_049,
     "ray_app/runlog": 2_427,
