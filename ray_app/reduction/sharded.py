@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import swap_tensors
 
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, kind_of
@@ -50,33 +53,96 @@ from ray_app.torch_private import (
     is_before_backward,
     run_backward,
     shard_version,
+    tree_leaves,
     wrap_shard,
 )
 
-_MIN_MAPPED_BYTES = 1 << 20
-"""The smallest size of a tensor for which `MappedInit` makes a file."""
+_MIN_LARGE_BYTES = 1 << 20
+"""The smallest size of a tensor for which `MappedInit` makes a file, and to which `build_without_values` gives none."""
+
+
+def _large_dtype(func: Any, args: Any, options: dict[str, Any]) -> torch.dtype | None:
+    """Returns the dtype of a large tensor on the host that an operator makes without values; else None."""
+    if func is not torch.ops.aten.empty.memory_format or options.get("device", HOST) != HOST:
+        return None
+    dtype: torch.dtype = options.get("dtype") or torch.get_default_dtype()
+    return dtype if math.prod(args[0]) * dtype.itemsize >= _MIN_LARGE_BYTES else None
 
 
 class MappedInit(TorchDispatchMode):
     """A context in which a model is built with its large parameters in temporary files that are mapped into memory.
 
     The operating system can write their pages out, so a model can be built that fits into the memory of no process,
-    with the same values as elsewhere. Tensors of the device `meta` would need less, but torch draws no values for them.
+    with the same values as elsewhere.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls an operator, or makes a tensor in a file in place of a large one of `torch.empty`."""
         kwargs = kwargs or {}
-        if func is torch.ops.aten.empty.memory_format and kwargs.get("device", HOST) == HOST:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if (dtype := _large_dtype(func, args, kwargs)) is not None:
             numel = math.prod(args[0])
-            if numel * dtype.itemsize >= _MIN_MAPPED_BYTES:
-                # On a disk without space the tensor is in memory.
-                with suppress(OSError), tempfile.NamedTemporaryFile(prefix="ray_app-init-") as file:
-                    # Without this, a write into the mapped memory would end the process when the disk is full.
-                    os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
-                    return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(args[0])
+            # On a disk without space the tensor is in memory.
+            with suppress(OSError), tempfile.NamedTemporaryFile(prefix="ray_app-init-") as file:
+                # Without this, a write into the mapped memory would end the process when the disk is full.
+                os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+                return torch.from_file(file.name, shared=True, size=numel, dtype=dtype).view(args[0])
         return func(*args, **kwargs)
+
+
+def build_without_values(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """Returns a model into which other values are loaded, with its large parameters on the device `meta`.
+
+    That device has no memory and draws no random numbers, so the numbers after them are others than usual, too. The
+    result is None if the loaded values would not replace all that depends on either, or if the model needs values.
+    """
+    # A model that needs values raises all kinds of errors.
+    with suppress(Exception), warnings.catch_warnings(), _MetaInit() as init:
+        # PyTorch warns of values that `build` itself loads.
+        warnings.filterwarnings("ignore", ".* is a no-op", UserWarning)
+        model = build()
+        if init.is_replaceable(model):
+            return model
+    return None
+
+
+class _MetaInit(TorchDispatchMode):
+    """The context of `build_without_values`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # The memory with other values than usual.
+        self._storages, self._is_read = set[StorageWeakRef](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an operator, on `meta` in place of a large tensor of `torch.empty`."""
+        kwargs = kwargs or {}
+        if _large_dtype(func, args, kwargs) is not None:
+            kwargs = kwargs | {"device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        storages = _storages_of(result)
+        if (
+            torch.Tag.nondeterministic_seeded in func.tags
+            or any(value.is_meta for value in tree_leaves(result) if isinstance(value, Tensor))
+            or not self._storages.isdisjoint(_storages_of((args, kwargs)))
+        ):
+            self._storages |= storages
+            # A number of the host may decide anything.
+            self._is_read |= not storages
+        return result
+
+    def is_replaceable(self, model: nn.Module) -> bool:
+        """Returns whether the parameters and persistent buffers of a model are all that has other values than usual."""
+        state = _storages_of(model.state_dict(keep_vars=True))
+        return (
+            not self._is_read
+            and not any(buffer.is_meta for buffer in model.buffers())
+            and all(storage in state or storage.expired() for storage in self._storages)
+        )
+
+
+def _storages_of(values: Any) -> set[StorageWeakRef]:
+    """Returns the memory of the tensors in nested values."""
+    return {StorageWeakRef(value.untyped_storage()) for value in tree_leaves(values) if isinstance(value, Tensor)}
 
 
 def shard_model(
@@ -89,7 +155,7 @@ def shard_model(
     """Shards a model in place, moves it to the device and returns it.
 
     Args:
-        model: A model on the CPU.
+        model: A model on the CPU; its parameters on the device `meta` get memory without values.
         units: Returns the submodules that are FSDP units of their own; the rest of the model is one more unit.
         train: The section of the configuration; `precision` and `cpu_offload` are read.
         device: The device that computes.
@@ -118,6 +184,9 @@ def shard_model(
             part.set_gradient_divide_factor(1.0)
             # gloo has no reduction that averages or scales, which FSDP may use otherwise.
             part.set_force_sum_reduction_for_comms(True)
+    for p in [p for p in model.parameters() if p.is_meta]:
+        empty = torch.empty_like(p, device=HOST if train.cpu_offload else device)
+        swap_tensors(p, nn.Parameter(empty, p.requires_grad))
     return model
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -79,8 +79,13 @@ class Placement:
     Every method is local. With `fsdp` an optimizer that looks at whole parameters communicates by itself.
     """
 
-    init_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Returns a context in which the task builds the model."""
+    builds_anew = False
+    """Whether each generation builds the model anew, so that the model of a new state needs no values."""
+
+    def build_model(self, build: Callable[[], nn.Module], needs_values: bool) -> nn.Module:
+        """Returns the model that `build` builds; it may be without values, unless it `needs_values`."""
+        del needs_values
+        return build()
 
     def make_sync(self, state: TrainingState) -> StateSync:
         """Returns the `StateSync` of a state with this placement; called once, when the state is complete."""
@@ -272,14 +277,17 @@ class TrainingState:
         self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.metric_states: list[float] = []
-        self.model, self._frozen_layers = self._build_model()
-        self.model.to(device)
+        self.model, self._frozen_layers = self._build_model(not self._placement.builds_anew)
+        if not self._placement.builds_anew:
+            self.model.to(device)
         self.master = self._placement.make_master(self.model, lambda: self._build_model()[0])
         self._build_optimizers()
         self.sync = self._placement.make_sync(self)
 
-    def rebuild(self, prepare: Callable[[nn.Module], None]) -> None:
+    def rebuild(self, prepare: Callable[[nn.Module], None], needs_values: bool) -> None:
         """Frees model and optimizers and builds them anew; `prepare` changes the new model in place before that.
+
+        The new model may be without values, unless it `needs_values`.
 
         The old ones, reference cycles that the loop may have frozen, are freed first: memory may not suffice for both.
         """
@@ -291,16 +299,19 @@ class TrainingState:
         gc.collect()
         if is_frozen:
             gc.freeze()
-        self.model, self._frozen_layers = self._build_model()
+        self.model, self._frozen_layers = self._build_model(needs_values)
         prepare(self.model)
         self.master = self.model
         self._build_optimizers()
 
-    def _build_model(self) -> tuple[nn.Module, list[nn.Module]]:
+    def _build_model(self, needs_values: bool = True) -> tuple[nn.Module, list[nn.Module]]:
         """Returns the model that the task builds with generators seeded by the run's seed, and its frozen layers."""
-        seed_init(self._config.seed, self.device)
-        with self._placement.init_context():
-            model = make_contiguous(self._task.build_model())
+
+        def build() -> nn.Module:
+            seed_init(self._config.seed, self.device)
+            return make_contiguous(self._task.build_model())
+
+        model = self._placement.build_model(build, needs_values)
         frozen = freeze_parameters(model, self._config.train.freeze or [])
         keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]

@@ -28,13 +28,13 @@ from ray_app.checkpoint.format import Snapshot, is_rows, make_rows, map_tensors,
 from ray_app.config.sections import TrainSection
 from ray_app.data.windows import MicroBatch
 from ray_app.devices import kind_of
-from ray_app.errors import ConfigError, PeerLostError
+from ray_app.errors import PeerLostError
 from ray_app.plan.assignment import count_passes
 from ray_app.plan.order import Cursor
 from ray_app.reduction.messages import check_errors_on_all_ranks, gather
 from ray_app.reduction.peer_errors import collective
-from ray_app.reduction.reducer import GradientReducer, state_checksum
-from ray_app.reduction.sharded import FsdpReducer, MappedInit, shard_model, shard_rows
+from ray_app.reduction.reducer import GradientReducer
+from ray_app.reduction.sharded import FsdpReducer, MappedInit, build_without_values, shard_model, shard_rows
 from ray_app.reduction.world import World
 from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
@@ -294,7 +294,7 @@ class ShardedPlacement(Placement):
         device: Device to compute on.
     """
 
-    init_context = MappedInit
+    builds_anew = True
 
     def __init__(
         self, units: Callable[[nn.Module], list[nn.Module]], train: TrainSection, device: torch.device
@@ -302,6 +302,12 @@ class ShardedPlacement(Placement):
         self._units = units
         self._train = train
         self._device = device
+
+    def build_model(self, build: Callable[[], nn.Module], needs_values: bool) -> nn.Module:
+        """Returns a model that takes little memory, see `Placement.build_model`."""
+        model = None if needs_values else build_without_values(build)
+        with MappedInit():  # type: ignore[no-untyped-call]
+            return model or build()
 
     def make_sync(self, state: TrainingState) -> StateSync:
         """Returns the sync of the state, see `Placement.make_sync`."""
@@ -369,31 +375,27 @@ class ShardedPlacement(Placement):
         """Builds the model anew, shards it over the ranks and loads this rank's rows of a state; a collective.
 
         Args:
-            source: The state, with tensors for `read_rows`. None keeps the values with which the task has built the
-                model. Without the state of an optimizer it has only initial parameters.
+            source: The state, with tensors for `read_rows`. None for the values with which the task builds the model
+                on rank 0. Without the state of an optimizer it has only initial parameters.
             world: The workers of the generation.
 
         Raises:
-            ConfigError: The initial parameters do not fit the model, or the task builds other parameters on other
-                ranks.
+            ConfigError: The initial parameters do not fit the model.
             PeerLostError: A peer left meanwhile.
         """
+        built: dict[str, Any] = {}
 
         def shard(model: nn.Module) -> None:
-            if source is None and len(set(gather(state_checksum(model.state_dict().values()), world))) > 1:
-                raise ConfigError(
-                    "train.strategy is fsdp, but build_model returns different parameters on different workers, so"
-                    " their shards do not fit together. Draw from torch's generators, which the run has seeded."
-                )
+            if source is None:
+                built.update(_values_of_rank_0(model, world))
             with collective():
                 shard_model(model, self._units, self._train, self._device, world)
 
         # The shards of the last generation are freed with its model.
         vars(self).pop("_shards", None)
-        self._state.rebuild(shard)
-        if source is None:
-            self._state.initialize(None)
-            return
+        # A loss of the task may lack initial parameters.
+        self._state.rebuild(shard, needs_values=not source.optimizer if source is not None else world.rank == 0)
+        source = source or Snapshot(0, built, {}, None)
         parameters: dict[str, Any] = dict(self._state.model.named_parameters(remove_duplicate=False))
         if not source.optimizer:
             live = self._state.live()
@@ -433,6 +435,17 @@ class ShardedPlacement(Placement):
             else:
                 read[name] = read_whole(value, world)
         return read
+
+
+def _values_of_rank_0(model: nn.Module, world: World) -> dict[str, Any]:
+    """Returns the values with which rank 0 has built a model, by name and for `read_rows`; a collective."""
+    values: dict[str, Any] = model.state_dict()
+    small = gather({name: v for name, v in values.items() if is_small(v)}, world)[0]
+    local = {name: {0: v} if world.rank == 0 else {} for name, v in values.items()}
+    return {
+        name: small[name] if name in small else PeerTensor(v.dtype, v.shape, [(0, len(v), 0)], local[name])
+        for name, v in values.items()
+    }
 
 
 def _read_shard(value: Any, parameter: DTensor, world: World) -> Any:

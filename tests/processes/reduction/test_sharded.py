@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError, NonFiniteError, PeerLostError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.peer_errors import launch_lock
-from ray_app.reduction.sharded import MappedInit
+from ray_app.reduction.sharded import MappedInit, build_without_values
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import set_up_torch
@@ -37,7 +37,7 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
-from tests.support.local_world import CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
+from tests.support.local_world import CLASSES, CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
 from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -224,10 +224,90 @@ class OwnGenerator(Units):
         return super().build_model()
 
 
+def get_pid(rank: int, store: Path) -> int:
+    return os.getpid()
+
+
 @pytest.mark.rest
-def test_a_model_that_differs_between_workers_is_refused(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    outcomes = worker_pool.train(fsdp_job(tmp_path / "run", data, OwnGenerator()), 2, Hooks(), cache_windows)
-    assert all("returns different parameters on different workers" in str(outcome.error) for outcome in outcomes)
+def test_a_model_that_differs_between_workers_begins_as_that_of_rank_0(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path
+) -> None:
+    no_change = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}
+    run = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "run", data, OwnGenerator(), optimizer=no_change), 2, cache_windows
+    )
+    torch.manual_seed(worker_pool.run(2, get_pid)[0])
+    built = dict(fsdp_job(tmp_path / "plain", data).task.build_model().named_parameters())
+    assert all(torch.equal(run.snapshot.model[name], p) for name, p in built.items())
+
+
+class LargeLayer(Units):
+    """A task with a large layer, which notes of each model that it builds whether the layer has values."""
+
+    def __init__(self, notes: Path) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def build_model(self) -> nn.Module:
+        layers = [nn.Linear(64, 4200), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4200, CLASSES)]
+        model = nn.Sequential(nn.Flatten(), *layers)
+        with open(self.notes, "a") as notes:
+            notes.write("-" if model[1].weight.is_meta else "v")
+        return model
+
+
+def test_only_rank_0_of_a_new_run_draws_initial_values(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+    job = fsdp_job(tmp_path / "run", data, LargeLayer(tmp_path / "notes"))
+    plain = worker_pool.train_new_run(
+        fsdp_job(tmp_path / "plain", data, LargeLayer(tmp_path / "plain notes"), train__strategy="ddp"),
+        2,
+        cache_windows,
+    )
+    (tmp_path / "notes").unlink(missing_ok=True)
+    kill = KillOnce(tmp_path / "killed", step=8, rank=2)
+    after_step = HookChain((committed_before(job, 8), kill))
+    outcomes = train_shifting(worker_pool, job, [[0, 1, 2], [0, 1]], [], Hooks(after_step=after_step))
+    assert kill.proof.exists()
+    assert [outcome.trace for outcome in outcomes[:2]] == ["", ""]
+    # Each of three workers builds a model for the state and one for its shards; two build one more for other shards.
+    assert sorted((tmp_path / "notes").read_text()) == sorted("v" + 7 * "-")
+    assert_bit_identical(read_trained_run(job), plain)
+
+
+def build_large(change: Callable[[Any], None]) -> nn.Module | None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(700, 512, padding_idx=3), nn.Linear(512, 600))
+        nn.init.trunc_normal_(model[1].weight)
+        change(model)
+        return model
+
+    return build_without_values(build)
+
+
+def test_a_model_without_values_has_all_other_tensors() -> None:
+    model: Any = build_large(lambda model: model.register_buffer("angles", torch.arange(4.0), persistent=False))
+    assert {name: p.is_meta for name, p in model.named_parameters()} == {
+        "0.weight": True,
+        "1.weight": True,
+        "1.bias": False,
+    }
+    assert model.angles.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.register_buffer("noise", 2 * torch.randn(4), persistent=False),
+        lambda model: setattr(model, "initial", [p.detach().clone() for p in model.parameters()]),
+        lambda model: setattr(model, "scale", float(model[1].bias.detach().sum())),
+        lambda model: model[1].weight.sum().item(),
+        lambda model: model.register_buffer("large", torch.empty(1000, 1000)),
+    ],
+    ids=["random buffer", "copies of parameters", "number of drawn values", "needs values", "large buffer"],
+)
+def test_a_model_is_built_with_values_if_what_depends_on_them_is_not_loaded(change: Any) -> None:
+    assert build_large(change) is None
 
 
 @dataclass(frozen=True)
