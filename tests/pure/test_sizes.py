@@ -33,13 +33,13 @@ CEILINGS = {
     "ray_app/runlog": 2_427,
     "ray_app/storage": 1_502,
     "ray_app/submit": 736,
-    "ray_app/task": 11_330,
+    "ray_app/task": 11_331,
     "ray_app/track": 1_019,
     "ray_app/train": 10_395,
     "ray_app/tune": 1_935,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 78_463,
+    "tests": 78_468,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
