@@ -62,7 +62,8 @@ def describe_constant(summary: Mapping[str, Any]) -> list[str]:
             continue
         kind = "the mean" if constant == 0 and "r2" in name.lower() else "the most frequent class"
         text = f"{kind} of the training data in every row gives {name} {constant:.4f}"
-        if value < constant:
+        # An accuracy is a float32, so an equal one may be lower in the last bit.
+        if value < constant - 1e-6:
             text = (
                 f"Warning: {name} {value:.4f} is below the score of a constant: {text}. The model has learned nothing"
                 " that holds for these rows. Train longer, or check the learning rate, the scale of inputs and target,"

@@ -33,13 +33,13 @@ CEILINGS = {
     "ray_app/runlog": 2_424,
     "ray_app/storage": 1_526,
     "ray_app/submit": 743,
-    "ray_app/task": 11_340,
+    "ray_app/task": 11_341,
     "ray_app/track": 1_019,
     "ray_app/train": 10_419,
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_447,
+    "tests": 79_452,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

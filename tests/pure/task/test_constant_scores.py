@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -64,4 +65,8 @@ def test_a_score_below_that_of_a_constant_is_a_warning() -> None:
 def test_the_best_checkpoint_is_compared_with_a_constant() -> None:
     best = {"step": 20, "metric": "accuracy", "value": 0.7}
     [line] = describe_constant({"metrics": {"accuracy": 0.5}, "constant": {"accuracy": 0.6}, "best": best})
+    assert not line.startswith("Warning")
+    [line] = describe_constant(
+        {"metrics": {"accuracy": float(np.float32(176 / 230))}, "constant": {"accuracy": 176 / 230}}
+    )
     assert not line.startswith("Warning")
