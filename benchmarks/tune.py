@@ -210,6 +210,7 @@ class SimulatedSlots:
 
 def simulate(folder: Path, size: Size) -> dict[str, float]:
     """Runs the real driver of a study, its scheduler and its record on simulated slots."""
+    from ray_app.retrain.options import RetrainSection
     from ray_app.runlog.lease import acquire_lease
     from ray_app.runlog.output import TextConsole
     from ray_app.runlog.paths import RunPaths
@@ -218,7 +219,7 @@ def simulate(folder: Path, size: Size) -> dict[str, float]:
     from ray_app.tune.study import StudyDriver
 
     section = TuneSection("study", SPACE, size.simulated, scheduler=StudyScheduler("asha", ETA), slots=16)
-    driver = StudyDriver(study_config(folder, size, True), section, TextConsole(quiet=True))
+    driver = StudyDriver(study_config(folder, size, True), section, RetrainSection(), TextConsole(quiet=True))
     process = psutil.Process()
     idle_mb = process.memory_info().rss / 1e6
     with acquire_lease(RunPaths(driver.paths.root)) as lease:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ray_app.errors import DataError
 from ray_app.ingest.ingest import IngestOptions
-from ray_app.ingest.readers import json_lines
+from ray_app.ingest.readers import json_lines, sources
 from tests.support.ingest_inputs import RNG, ingest_and_read, ingest_error, read_columns
 from tests.support.paths import ROOT
 
@@ -214,7 +214,7 @@ def test_each_key_has_one_type_over_all_files(tmp_path: Path) -> None:
 def test_a_long_line_is_refused_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is truncated within the line, so reading the whole line would fail in another way."""
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1 << 20)
-    monkeypatch.setattr(json_lines.sources, "BLOCK_BYTES", 1 << 19)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 1 << 19)
     line = b'{"a": "' + RNG.bytes(2 << 20).hex().encode()
     (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(line)[:-1_000_000])
     assert "line 1 has more than the allowed 1048576 bytes" in ingest_error(tmp_path, "jsonl", tmp_path / "f.jsonl.gz")
