@@ -2,12 +2,13 @@
 
 Ray Tune trains in a function with a plain PyTorch loop: the same network, settings, batches and rows, all in memory.
 Both sides are commands that begin with the start of Python and of a Ray cluster. The score to reach is the lowest of
-the best ones of a round. The study has `scaling.logical_workers: 1` and no augmentation, as the loop.
+the best ones of a round. The studies, by halving and by ASHA, have `scaling.logical_workers: 1` and no augmentation, as
+the loop.
 
 A study of `conf/digits.yaml` as it is, but without tracking, shows how much of the time of its trials is in steps, and
 how long a slot is between two trials. In a study of simulated trials only decisions and record are real.
 
-python benchmarks/tune.py             # needs a quiet machine; about 7 minutes
+python benchmarks/tune.py             # needs a quiet machine; about 8 minutes
 python benchmarks/tune.py --quick     # 6 trials of up to 4 epochs, 50 simulated trials
 """
 
@@ -41,7 +42,7 @@ SPACE = {
     "schedule.init_args.max_lr": {"log_uniform": [1e-4, 0.1]},
     "optimizer.init_args.weight_decay": {"log_uniform": [1e-6, 1e-2]},
 }
-OURS, THEIRS = "ray_app", "Ray Tune"
+OURS, OURS_ASHA, THEIRS = "ray_app", "ray_app, ASHA", "Ray Tune"
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def study_config(folder: Path, size: Size, is_plain: bool) -> Any:
     )
 
 
-def run_study_of(folder: Path, size: Size, is_plain: bool) -> dict[str, Any]:
+def run_study_of(folder: Path, size: Size, is_plain: bool, kind: str = "halving") -> dict[str, Any]:
     """Runs a study, and returns its scores with their times, and where the time of its trials was."""
     from ray_app import run_study
     from ray_app.runlog.evaluations import read_evaluations
     from ray_app.runlog.journal import read_records
     from ray_app.tune.record import StudyPaths
 
-    scheduler = {"kind": "halving", "eta": ETA}
+    scheduler = {"kind": kind, "eta": ETA}
     tune = {"space": SPACE, "trials": size.trials, "slots": SLOTS, "scheduler": scheduler, "split_evaluation": False}
     study = run_study(study_config(folder, size, is_plain), tune)
     first_steps, scores = list[float](), list[tuple[float, float]]()
@@ -243,6 +244,7 @@ def simulate(folder: Path, size: Size) -> dict[str, float]:
 
 SIDES: dict[str, Callable[[Path, Size], dict[str, Any]]] = {
     OURS: partial(run_study_of, is_plain=True),
+    OURS_ASHA: partial(run_study_of, is_plain=True, kind="asha"),
     THEIRS: run_ray_tune,
     "digits": partial(run_study_of, is_plain=False),
     "simulated": simulate,
@@ -259,8 +261,9 @@ def run_side(name: str, folder: Path, is_quick: bool) -> dict[str, Any]:
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}")
     used_s = _machine_cpu_s() - cpu_s
-    print(f"  {name}: {time.time() - start_s:.1f} s, CPU {used_s:.1f} s", file=sys.stderr, flush=True)
-    return {**json.loads(done.stdout.splitlines()[-1]), "start_s": start_s, "cpu_s": used_s}
+    wall_s = time.time() - start_s
+    print(f"  {name}: {wall_s:.1f} s, CPU {used_s:.1f} s", file=sys.stderr, flush=True)
+    return {**json.loads(done.stdout.splitlines()[-1]), "start_s": start_s, "wall_s": wall_s, "cpu_s": used_s}
 
 
 def _machine_cpu_s() -> float:
@@ -304,7 +307,7 @@ def main() -> None:
         return
     from ray_app.ingest.ingest import IngestOptions, ingest
 
-    samples: dict[str, list[Sample]] = {name: [] for name in (THEIRS, OURS, f"{THEIRS} {NULL}")}
+    samples: dict[str, list[Sample]] = {name: [] for name in (THEIRS, OURS, OURS_ASHA, f"{THEIRS} {NULL}")}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ingest(IngestOptions(source="digits", out=str(folder / "data")))
@@ -317,10 +320,14 @@ def main() -> None:
                 samples[side].append(sample)
         digits = run_side("digits", folder / "digits", options.quick)
         simulated = run_side("simulated", folder / "simulated", options.quick)
-    report(f"Time until a score is reached, {size.trials} trials of up to {size.epochs} epochs", samples, {OURS: 0.8})
+    report(
+        f"Time until a score is reached, {size.trials} trials of up to {size.epochs} epochs", samples, {OURS_ASHA: 0.8}
+    )
+    whole = (f"{name} {side['wall_s']:.1f} s" for name, side in sides.items())
+    print(f"whole studies of the last round: {', '.join(whole)}")
     print(f"study of the last round: {describe_study(sides[OURS])}")
     print(f"study of conf/digits.yaml: {describe_study(digits)}")
-    figures = (f"{value:.4g} {text}" for text, value in simulated.items() if text not in ("start_s", "cpu_s"))
+    figures = (f"{value:.4g} {text}" for text, value in simulated.items() if text not in ("start_s", "wall_s", "cpu_s"))
     print(f"simulated trials: {', '.join(figures)}")
 
 

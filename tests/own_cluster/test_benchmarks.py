@@ -86,7 +86,7 @@ def test_the_scale_benchmark_simulates_and_plots_many_workers(tmp_path: Path) ->
 def test_the_study_benchmark_compares_with_ray_tune() -> None:
     output = run_benchmark("benchmarks/tune.py", "--quick", "--rounds", "1")
     sides = re.findall(rf"^(\S.*?) {{2,}}{NUMBER} \(\S+\) ", output, re.MULTILINE)
-    assert [side for side, _ in sides] == ["Ray Tune", "ray_app", "Ray Tune again"]
+    assert [side for side, _ in sides] == ["Ray Tune", "ray_app", "ray_app, ASHA", "Ray Tune again"]
     studies = re.findall(rf"{NUMBER} of {NUMBER} worker-seconds in steps .* after {NUMBER} s", output)
     assert len(studies) == 2
     assert all(0 < float(share) < 1 for share, *_ in studies)
