@@ -42,7 +42,8 @@ SPACE = {
     "schedule.init_args.max_lr": {"log_uniform": [1e-4, 0.1]},
     "optimizer.init_args.weight_decay": {"log_uniform": [1e-6, 1e-2]},
 }
-OURS, OURS_ASHA, THEIRS = "ray_app", "ray_app, ASHA", "Ray Tune"
+OURS, THEIRS = "ray_app", "Ray Tune"
+OURS_ASHA = f"{OURS}, ASHA"
 
 
 @dataclass(frozen=True)
