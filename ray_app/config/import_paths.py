@@ -79,7 +79,8 @@ def refuse_hiding_files() -> None:
 
 def is_installed(file: Path) -> bool:
     """Returns whether a file belongs to Python or to an installed library."""
-    libraries = {"site-packages", "dist-packages", "lib-dynload"}
+    # Ray's copies of libraries are in the last one, in any folder that Ray is in.
+    libraries = {"site-packages", "dist-packages", "lib-dynload", "thirdparty_files"}
     return not libraries.isdisjoint(file.parts) or file.is_relative_to(sysconfig.get_path("stdlib"))
 
 

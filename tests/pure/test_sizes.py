@@ -16,7 +16,7 @@ CEILINGS = {
     "ray_app/checkpoint": 1_047,
     "ray_app/cli": 2_619,
     "ray_app/cluster": 4_963,
-    "ray_app/config": 1_856,
+    "ray_app/config": 1_857,
     "ray_app/data": 4_596,
     "ray_app/drill": 3_048,
     "ray_app/driver": 3_193,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_457,
+    "tests": 79_465,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

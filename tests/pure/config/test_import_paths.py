@@ -40,6 +40,14 @@ def test_a_file_that_hides_a_module_from_the_workers_is_refused(
     return None
 
 
+def test_copies_of_libraries_that_come_with_ray_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "ray" / "thirdparty_files"
+    (copy / "torch").mkdir(parents=True)
+    (copy / "torch" / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    refuse_hiding_files()
+
+
 def test_the_error_of_an_import_path_is_the_original_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_task_of_mine.py").write_text("import not_there_at_all\n\nclass Mine: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
