@@ -145,7 +145,7 @@ def poll(paths: RunPaths) -> object:
 
 
 def work_on(paths: RunPaths, part: str) -> list[float]:
-    """Runs a part of the work twice, then with warm caches; returns wall seconds and the peak memory in MB."""
+    """Returns the wall seconds of two runs of a part, the second with warm caches, and the peak of memory in MB."""
     reader, job = FactsReader(paths), stored_job(paths)
     backlog, sent = Backlog(paths, 10), TrackingState.load(paths)
     acts: dict[str, Callable[[], object]] = {

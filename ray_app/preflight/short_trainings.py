@@ -118,7 +118,7 @@ def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) ->
     if config.train.precision == "fp16":
         config = config.replace(train__precision="fp32")
     # The few rows are used without weights.
-    config = config.replace(data__path=str(config.data.path))
+    config = config.replace(data__path=config.data.sources[0])
     plan = make_plan(config, _sample_manifest(job.plan.manifest), None)
     evaluation, initial_file = job.evaluation, None
     if evaluation is not None:

@@ -53,17 +53,18 @@ def trained(kind, hooks="none", steps=3):
     return [p.tolist() for p in model.parameters()], hooked
 
 use_deterministic_algorithms(True)
-kinds, found = (torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad), {}
+kinds = torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad
+results = {}
 changed = [type(kind.__name__, (kind,), {}) for kind in kinds]
 for kind in changed:
     remove_compiler_hooks(kind)
 ways = "none", "own", "of all"
-found["changed"] = [trained(kind, hooks) for kind in changed for hooks in ways]
-found["compiler"] = "torch._dynamo" in sys.modules
-found["as they are"] = [trained(kind, hooks) for kind in kinds for hooks in ways]
+results["changed"] = [trained(kind, hooks) for kind in changed for hooks in ways]
+results["compiler"] = "torch._dynamo" in sys.modules
+results["as they are"] = [trained(kind, hooks) for kind in kinds for hooks in ways]
 with torch.autograd.profiler.profile() as profile:
     trained(changed[0])
-found["marks"] = sum(event.name == "Optimizer.step#Adam.step" for event in profile.function_events)
+results["marks"] = sum(event.name == "Optimizer.step#Adam.step" for event in profile.function_events)
 calls = []
 optimizer = changed[1](torch.nn.Linear(5, 3).parameters(), lr=0.1, fused=True)
 for p in optimizer.param_groups[0]["params"]:
@@ -71,13 +72,13 @@ for p in optimizer.param_groups[0]["params"]:
 sys.setprofile(lambda frame, event, argument: calls.append(event) if event in ("call", "c_call") else None)
 optimizer.step()
 sys.setprofile(None)
-found["calls"] = len(calls)
-found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+results["calls"] = len(calls)
+results["deterministic"] = torch.are_deterministic_algorithms_enabled()
 import torch._inductor.config as compiling
-found["compiler is told"] = compiling.deterministic
+results["compiler is told"] = compiling.deterministic
 use_deterministic_algorithms(False)
-found["and told again"] = [torch.are_deterministic_algorithms_enabled(), compiling.deterministic]
-print(json.dumps(found))
+results["and told again"] = [torch.are_deterministic_algorithms_enabled(), compiling.deterministic]
+print(json.dumps(results))
 """
 
 
