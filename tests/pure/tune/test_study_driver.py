@@ -22,7 +22,7 @@ from ray_app.runlog.lease import acquire_lease
 from ray_app.runlog.output import TextConsole
 from ray_app.runlog.paths import RunPaths
 from ray_app.tune import study
-from ray_app.tune.options import TuneSection
+from ray_app.tune.options import TuneSection, check_section
 from ray_app.tune.record import StudyPaths, StudyRecord, TrialResult
 from ray_app.tune.report import StudyState
 from ray_app.tune.slots import LostSlotError, Outcome
@@ -256,3 +256,20 @@ def test_a_setting_is_inserted_if_that_gives_what_the_parser_gives(config: Confi
     assert inserted == parsed
     with pytest.raises(ConfigError, match=r"data\.global_batch_size is 66"):
         TrialConfigs(config, paths, section, plain).make(3, {"data.global_batch_size": 66})
+
+
+@pytest.mark.parametrize(
+    ("fields", "gate", "message"),
+    [
+        ({"folds": 3}, RetrainSection(), "retrain the file winner.yaml"),
+        ({"split_evaluation": False}, RetrainSection(), "or retrain.gate_path"),
+        ({}, RetrainSection(force=" "), "retrain.force is empty"),
+    ],
+)
+def test_a_study_without_a_gate_for_its_winner_is_refused(
+    config: Config, fields: dict[str, Any], gate: RetrainSection, message: str
+) -> None:
+    config = config.replace(tracking__registered_model="digits")
+    section = load_section("tune", TuneSection, TUNE | {"register": True} | fields)
+    with pytest.raises(ConfigError, match=message):
+        check_section(config, section, gate)

@@ -134,6 +134,12 @@ REFUSED: dict[str, tuple[Content, dict[str, Any], str]] = {
     ),
     "enormous": (lines_of("id", 0.5, 10**400 + 1), {}, "key 'id' holds 1" + "0" * 39 + ", which float64 would round"),
     "too deep": (f'{{"a": 1}}\n{nested_line(33)}\n', {}, "row f.jsonl:2: nested more than 32 deep"),
+    "too deep after flat ones": (
+        f'{{"b": 1}}\n{{"b": 2}}\n{nested_line(33)}\n',
+        {},
+        "row f.jsonl:3: nested more than 32 deep",
+    ),
+    "null after objects": ('{"b": 1}\nnull\n{"b": 2}\n', {}, "row f.jsonl:2: a JSON NoneType instead of an object"),
     "objects": ('{"a": {"b": 1}}', {}, "key 'a' holds objects; allowed are numbers, text, truth values"),
     "a name twice": ('{"a": {"b": 1}, "a.b": 2}', FLAT, "the key 'a.b' occurs twice"),
     "an inner name twice": ('{"a": {"b": 1, "b": 2}}', FLAT, "the key 'b' occurs twice"),
