@@ -440,7 +440,7 @@ class ShardedPlacement(Placement):
 def _values_of_rank_0(model: nn.Module, world: World) -> dict[str, Any]:
     """Returns the values with which rank 0 has built a model, by name and for `read_rows`; a collective."""
     values: dict[str, Any] = model.state_dict()
-    small = gather({name: v for name, v in values.items() if is_small(v)} if world.rank == 0 else None, world)[0]
+    small = gather({name: v for name, v in values.items() if is_small(v) and world.rank == 0}, world)[0]
     local = {name: {0: v} if world.rank == 0 else {} for name, v in values.items()}
     return {
         name: small[name] if name in small else PeerTensor(v.dtype, v.shape, [(0, len(v), 0)], local[name])

@@ -263,7 +263,7 @@ def test_a_setting_is_inserted_if_that_gives_what_the_parser_gives(config: Confi
     [
         ({"folds": 3}, RetrainSection(), "retrain the file winner.yaml"),
         ({"split_evaluation": False}, RetrainSection(), "or retrain.gate_path"),
-        ({}, RetrainSection(force=" "), "retrain.force is empty"),
+        ({"split_evaluation": True}, RetrainSection(force=" "), "retrain.force is empty"),
     ],
 )
 def test_a_study_without_a_gate_for_its_winner_is_refused(
