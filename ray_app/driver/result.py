@@ -232,7 +232,7 @@ class Result:
         size, decoded = self._batch_size(batch_size), decode_inputs(self.task, data, read_texts(self._job))
         model, rows = self.load_model(checkpoint), decoded.fields
         outputs = []
-        with torch.inference_mode():
+        with torch.no_grad():
             for low in range(0, len(next(iter(rows.values()))), size):
                 batch = to_batch(rows, slice(low, low + size))
                 outputs.append((self.task.forward(model, batch), batch))

@@ -147,7 +147,7 @@ class PredictActor:
         for low in range(0, table.num_rows, self._job.batch_size):
             some = to_batch(arrays, np.arange(low, min(low + self._job.batch_size, table.num_rows)))
             batch = {name: values.to(self._device) for name, values in some.items()}
-            with torch.inference_mode():
+            with torch.no_grad():
                 outputs = self._predict(batch)
             on_cpu = _to_cpu(outputs)
             rows = {name: values[low : low + self._job.batch_size] for name, values in arrays.items()}

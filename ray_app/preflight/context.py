@@ -230,7 +230,8 @@ class RowProbe:
             TaskError: The task fails on these rows.
         """
         count, model = len(next(iter(rows.values()))), self.state.model
-        with torch.no_grad(), user_code(lambda: f"{'evaluating' if evaluates else 'training'} on {description}"):
+        activity = "evaluating" if evaluates else "training"
+        with torch.no_grad(), user_code(lambda: f"{activity} on {description} of {describe_fields(rows)}"):
             if evaluates:
                 list(score(self.task, model, rows, count, HOST))
                 return
@@ -270,6 +271,12 @@ class RowProbe:
             f" {' or '.join(map(repr, lists))}, but on rows of one number it can. A model has a limited number of"
             " positions (max_position_embeddings, block_size): increase it, or set task.init_args.max_length to it."
         )
+
+
+def describe_fields(rows: Arrays) -> str:
+    """Returns the type and the shape of each field of some rows, such as `x float32 (2, 5)`."""
+    batch = to_batch(rows)
+    return ", ".join(f"{name} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for name, v in batch.items())
 
 
 def longest_of(rows: Arrays) -> Arrays:

@@ -33,11 +33,17 @@ from ray_app.preflight.context import (
     ReadingRates,
     RowProbe,
     count_numbers,
+    describe_fields,
     longest_of,
     shortest_of,
     truncate,
 )
-from ray_app.preflight.gradient_checks import find_single_values, parameters_of_turn, parameters_without_gradient
+from ray_app.preflight.gradient_checks import (
+    find_single_values,
+    graph_nodes,
+    parameters_of_turn,
+    parameters_without_gradient,
+)
 from ray_app.preflight.model_checks import KernelRecorder, check_forward, find_failing_part, first_line
 from ray_app.preflight.purity import is_same, kept_values
 from ray_app.task.base import Batch, Task
@@ -137,7 +143,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     count = len(next(iter(rows.values())))
     unused = dict[str, nn.Parameter]()
     state.train()
-    trained_on = user_code(lambda: "training on two rows")
+    trained_on = user_code(lambda: f"training on two rows of {describe_fields(rows)}")
     with (
         check_forward(state.model, config.optimizers is not None, task.moving_parameters(state.model)),
         trained_on,
@@ -151,9 +157,15 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
             sum_losses(task, row_losses)
             moved = parameters_of_turn(state, turn)
             unused |= {name: moved[name] for name in parameters_without_gradient(row_losses.values, moved)}
+            if turn is not None and graph_nodes(row_losses.values) is None:
+                raise ConfigError(
+                    "The model uses torch.utils.checkpoint with use_reentrant=True, which gives no gradient to a part"
+                    " whose inputs need none, as in the turn of another optimizer. Set use_reentrant=False."
+                )
             if gpus and row_losses.values.requires_grad:
-                parameters = [p for p in state.model.parameters() if p.requires_grad]
-                torch.autograd.grad(row_losses.values.sum(), parameters, allow_unused=True)
+                # Activation checkpointing with `use_reentrant=True` knows no `torch.autograd.grad`.
+                row_losses.values.sum().backward()
+                state.model.zero_grad()
     if config.data.evaluation_path is None:
         return unused
     evaluator_gpus = config.scaling.worker_gpus if job.workers_evaluate else config.evaluate.num_gpus
@@ -161,7 +173,7 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
         chunks = list(score(task, state.model, rows, count, HOST))
         _check_metric_names(job, chunks)
     # A Keras program with a `train_step` may have no forward.
-    with user_code(lambda: "predicting two rows"), torch.inference_mode(), suppress(NotImplementedError):
+    with user_code(lambda: "predicting two rows"), torch.no_grad(), suppress(NotImplementedError):
         batch = to_batch(rows)
         task.predictions(task.forward(state.model, batch), batch)
     return unused

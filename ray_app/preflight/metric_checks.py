@@ -259,7 +259,7 @@ def _check_logits(task: Task, outputs: Outputs) -> None:
     It does so by whether all of an update are between 0 and 1. The check has random outputs with both kinds of rows.
     """
     [(scores, batch), *more] = _join(outputs)
-    if more or not isinstance(scores, Tensor) or not scores.is_floating_point():
+    if more or not isinstance(scores, Tensor) or not scores.is_floating_point() or not scores.ndim:
         return
     if bool(((scores >= 0) & (scores <= 1)).all()):
         return

@@ -194,7 +194,12 @@ def compute_row_losses(
     correct = _is_correct(loss, outputs, target) if accuracy else None
     if isinstance(outputs, Tensor) and outputs.shape == target.shape and outputs.is_floating_point():
         outputs, target = _to_full_precision(outputs), target.to(_to_full_precision(outputs).dtype)
-    losses = _to_full_precision(loss(outputs, target))
+    if not isinstance(losses := loss(outputs, target), Tensor):
+        raise ConfigError(
+            f"{spec['class_path']} returned a {type(losses).__name__}; a loss must return a tensor with one value per"
+            " row. Record further values of a step by ray_app.reduce."
+        )
+    losses = _to_full_precision(losses)
     is_torchs = type(loss).__module__ == "torch.nn.modules.loss"
     if is_torchs and isinstance(outputs, Tensor) and losses.shape == outputs.shape != target.shape:
         raise ConfigError(
@@ -409,6 +414,9 @@ def _inspect(class_path: str) -> tuple[Any, list[inspect.Parameter]]:
     """Returns an imported class or function with its parameters; None if that is impossible, as `instantiate` says."""
     try:
         imported = load_class(class_path)
+        if getattr(imported, "__init__", None) is nn.Module.__init__:
+            # Its signature has any arguments, of which it accepts none.
+            return imported, []
         return imported, [*inspect.signature(imported).parameters.values()]
     except (ImportError, AttributeError, TypeError, ValueError):
         return None, []

@@ -168,7 +168,9 @@ def check_losses(
         if shape != (rows,):
             raise ConfigError(
                 f"{type(task).__name__}.loss returned {name and f'{name!r} of '}shape {shape} for {rows} rows; it must"
-                " return one value per row, shape (rows,). Use reduction='none' in the loss function."
+                " return one value per row, shape (rows,). Use reduction='none' in the loss function. A loss of the"
+                " rows as a whole (a correlation, negatives from the batch) returns value.expand(rows), of the rows of"
+                " a logical worker."
             )
     for name in losses.metrics:
         _check_metric_name(name, f"{type(task).__name__}.loss returned")

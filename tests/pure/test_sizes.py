@@ -26,20 +26,20 @@ CEILINGS = {
     "ray_app/models": 2_342,
     "ray_app/plan": 1_024,
     "ray_app/predict": 612,
-    "ray_app/preflight": 5_105,
+    "ray_app/preflight": 5_124,
     "ray_app/reduction": 2_428,
     "ray_app/report": 1_687,
     "ray_app/retrain": 2_087,
     "ray_app/runlog": 2_424,
     "ray_app/storage": 1_526,
     "ray_app/submit": 743,
-    "ray_app/task": 11_341,
+    "ray_app/task": 11_351,
     "ray_app/track": 1_019,
     "ray_app/train": 10_419,
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_489,
+    "tests": 79_685,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

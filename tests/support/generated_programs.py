@@ -33,6 +33,8 @@ from tests.support.generated_models import CLASSES, FEATURES, POSITIONS, WITH_PA
 
 Program = dict[str, Any]
 ROWS, EVAL_ROWS = 46, 14
+OF_WHOLE_BATCH = ("batch norm", "spectral norm", "chosen")
+"""Bodies that compute something else with the rows of a logical worker than with those of the whole batch."""
 
 GRAMMAR: dict[str, list[Any]] = {
     "form": ["module", "task", "loop"],
@@ -40,7 +42,10 @@ GRAMMAR: dict[str, list[Any]] = {
     "target": ["number", "class", "numbers", "binary", "labels", "place classes", "soft"],
     "loss": [0, 1, 2, 3, 4],
     "inputs": ["one", "two", "by name", "integers", "lists"],
-    "body": ["linear", "layers", "tied", "batch norm", "counter", "buffer", "frozen", "unused", "gru"],
+    "body": [
+        *("linear", "layers", "tied", "batch norm", "counter", "buffer", "frozen", "unused", "gru", "packed", "bag"),
+        *generated_models.LAYERS,
+    ],
     "outputs": ["tensor", "dict", "object"],
     "optimizer": [
         ("SGD", {"lr": 0.05}),
@@ -56,6 +61,7 @@ GRAMMAR: dict[str, list[Any]] = {
         ("NAdam", {"lr": 0.01, "eps": 1e-3}),
         ("RAdam", {"lr": 0.01, "eps": 1e-3}),
         ("ASGD", {"lr": 0.05}),
+        ("Adafactor", {"lr": 0.01}),
     ],
     "groups": [None, "decay", "rate"],
     "schedule": [
@@ -152,7 +158,7 @@ def draw(seed: int) -> Program:
         name: source.choice(options[: 1 if source.random() < 0.4 else None]) for name, options in GRAMMAR.items()
     }
     # Statistics of a batch are those of a logical worker's rows, which one process without it does not have.
-    if program["body"] == "batch norm":
+    if program["body"] in OF_WHOLE_BATCH:
         program["logical_workers"] = 1
     program["weights"] &= program["form"] != "module"
     program["turns"] *= program["form"] != "loop"
@@ -408,7 +414,7 @@ def train_plainly(program: Program, plan: Plan) -> Ended:
     turns = ([0] * program["turns"] + [len(optimizers) - 1]) * steps
     schedules = [make_schedule(program, one, turns[:steps].count(i)) for i, one in enumerate(optimizers)]
     columns = to_tensors(make_columns(program, ROWS, 0))
-    average, losses = copy.deepcopy(model), list[float]()
+    average, losses = copy.deepcopy(model) if program["ema"] else model, list[float]()
     for step, rows in enumerate(batches(plan, program["epochs"])):
         turn = turns[step]
         moved = [p for group in optimizers[turn].param_groups for p in group["params"]]
@@ -482,7 +488,7 @@ def evaluate_plainly(program: Program, model: nn.Module) -> dict[str, float]:
     if program["form"] == "loop":
         return {}
     model.eval()
-    with torch.inference_mode():
+    with torch.no_grad():
         loss, outputs, target = compute_loss(program, model, to_tensors(make_columns(program, EVAL_ROWS, 1)))
     values = {"loss": float(loss)}
     if program["metric"] and program["target"] in METRICS:

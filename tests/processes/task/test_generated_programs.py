@@ -33,6 +33,7 @@ SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
 ALLOWED = {
     "set max_lr to a list": "The schedule would replace the rates of the groups; refused with the remedy.",
+    "use_reentrant=True": "In the turn of another optimizer, the recomputed part would get no gradient.",
     "total_steps, but got 0": "An optimizer without a turn in the run has no cycle; torch refuses it, too.",
 }
 """Differences that are right, by a part of their text, with the reason."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import Metric, MetricCollection
 
+from ray_app.config.config import Config
 from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.preflight import dry_run as dry_run_module
@@ -230,8 +233,16 @@ LAYERS = {
     "fixed pooling": lambda: nn.AvgPool2d(2),
     "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
     "median of all": lambda: FunctionLayer(lambda x: x * x.detach().median()),
+    "recomputed in the backward pass": lambda: FunctionLayer(lambda x: checkpoint(torch.sin, x, use_reentrant=True)),
 }
-DETERMINISTIC = ("nothing", "pooled to one", "fixed pooling", "bilinear", "median of all")
+DETERMINISTIC = (
+    "nothing",
+    "pooled to one",
+    "fixed pooling",
+    "bilinear",
+    "median of all",
+    "recomputed in the backward pass",
+)
 
 
 def dry_run_layer(tmp_path: Path, last: str, **fields: Any) -> None:
@@ -263,6 +274,15 @@ def test_a_layer_without_a_deterministic_gpu_kernel_is_refused_by_name(tmp_path:
 @pytest.mark.parametrize("last", DETERMINISTIC)
 def test_a_layer_with_deterministic_gpu_kernels_is_accepted(tmp_path: Path, last: str) -> None:
     dry_run_layer(tmp_path, last, scaling__gpus_per_worker=1)
+
+
+def test_a_recomputed_layer_without_gradients_in_another_turn_is_refused(tmp_path: Path) -> None:
+    sgd = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+    turns = {name: sgd | {"parameters": [f"0.{name}"]} for name in ("weight", "bias")}
+    default = asdict(Config().optimizer)
+    with pytest.raises(ConfigError, match="Set use_reentrant=False"):
+        dry_run_layer(tmp_path, "recomputed in the backward pass", optimizer=default, optimizers=turns)
+    dry_run_layer(tmp_path / "nothing", "nothing", optimizer=default, optimizers=turns)
 
 
 def test_unreduced_losses_of_pixels_and_tokens_have_deterministic_kernels() -> None:

@@ -71,6 +71,8 @@ IN = "task.init_args."
             {},
             f"{IN}loss is {{'class': 'torch.nn.CrossEntropyLoss'}}; it must have",
         ),
+        (module(loss={"class_path": "tests.support.untyped_models.MeanSquare"}), {}, "returns value.expand(rows)"),
+        (module(loss={"class_path": "tests.support.untyped_models.WithParts"}), {}, "WithParts returned a tuple"),
         (module(metrics={"right": {"class": "x"}}), {}, f"{IN}metrics.right is {{'class': 'x'}}; it must have"),
         (module(metrics={"loss": CROSS_ENTROPY}), {}, f"{IN}metrics has 'loss', which every evaluation has already"),
         (module(metrics={"rows": CROSS_ENTROPY}), {}, f"{IN}metrics has 'rows', which every evaluation has"),
