@@ -125,6 +125,10 @@ class TFConfigClusterResolver:
         return SimpleNamespace(as_dict=lambda: dict(self.tasks))
 
 
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+"""The variables of torchrun that count processes; the run does not get them."""
+
+
 def read_machines(variables: Mapping[str, str]) -> Machines:
     """Returns the machines that the environment variables of a scheduler describe.
 
@@ -581,6 +585,9 @@ def main(arguments: list[str] | None = None, prog: str = "ray-app launch") -> in
         # Every machine refuses a wrong configuration by itself, before anything starts.
         parse_with_sections(command_line, {}, prog, description=_DESCRIPTION)
         machines = read_machines(os.environ)
+        # Code of users, written for DDP, divides by WORLD_SIZE; no result may depend on the number of machines.
+        for name in _RANK_VARIABLES:
+            os.environ.pop(name, None)
         if machines.size == 1:
             return train.main(command_line, prog)
         with join(machines) as group:

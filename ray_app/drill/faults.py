@@ -343,7 +343,7 @@ class DelayPlan:
         file = to_location(self.evidence.folder) / f"paced-{self.first}.json"
         pauses = (read_json(file) or {"pauses": {}})["pauses"]
         paused_s = sum(pauses.values())
-        size = dist.get_world_size() if dist.is_initialized() else 1
+        size = dist.group.WORLD.size() if dist.group.WORLD is not None else 1
         if size in self.sizes and paused_s >= self.min_s:
             return
         pause_s = max(0.0, self.limit_s - paused_s) / (self.last - step + 1)

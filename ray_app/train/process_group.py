@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from ray_app.errors import ForgedMessageError, PeerLostError
 from ray_app.reduction import messages
 from ray_app.reduction.peer_errors import clear_group, collective, launch_lock, set_group
 from ray_app.reduction.world import World, stage_groups
+from ray_app.task.metric_states import return_false
 from ray_app.torch_private import (
     ErrorType,
     backend_error,
@@ -208,11 +209,9 @@ class ProcessGroup:
 
     def _all_groups(self) -> list[Any]:
         """Returns the groups that have been formed, from the one of the last stage to the default group."""
-        return (
-            [group for group in (*reversed(self.groups), dist.group.WORLD) if group is not None]
-            if dist.is_initialized()
-            else []
-        )
+        if (world := dist.group.WORLD) is None:
+            return []
+        return [group for group in (*reversed(self.groups), world) if group is not None]
 
     def abort(self) -> None:
         """Ends the waits of this process in the group with an error; may be called by another thread, and repeatedly.
@@ -280,8 +279,7 @@ class ProcessGroup:
             with suppress(RuntimeError):
                 kind_of(self._device).synchronize(self._device)
         with launch_lock:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            destroy_default_group()
         clear_group(self)
 
 
@@ -292,10 +290,10 @@ def open_group_of_one(device: torch.device, backend: str) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        destroy_default_group()
 
 
-@functools.cache
+@cache
 def prove_device(device: torch.device, backend: str) -> None:
     """Allocates, computes and communicates on a device alone, once in a process, as a generation does with others.
 
@@ -358,6 +356,40 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
         device_id=device if is_of_device else None,
         pg_options=nonblocking_options(name, _FORM_TIMEOUT),
     )
+    _hide_default_group()
+
+
+def destroy_default_group() -> None:
+    """Destroys torch's default process group, if there is one."""
+    if dist.group.WORLD is not None:
+        dist.destroy_process_group()
+    for name in _QUESTIONS:
+        setattr(dist, name, getattr(dist.distributed_c10d, name))
+
+
+def _hide_default_group() -> None:
+    """Lets `torch.distributed` answer as without a group, until `destroy_default_group`.
+
+    Code of users, written for DDP, gathers rows of all ranks or divides by their number if there is a group; its
+    results would depend on the number of workers. torch and this application ask the module below.
+    """
+    for name, answer in _QUESTIONS.items():
+        setattr(dist, name, answer)
+
+
+def _ask_of_group(name: str, group: Any = None) -> int:
+    if group is None:
+        raise ValueError(f"torch.distributed.{name}: the number of workers is hidden, since no result may depend on it")
+    answer: int = getattr(dist.distributed_c10d, name)(group)
+    return answer
+
+
+_QUESTIONS: dict[str, Callable[..., int]] = {
+    "is_initialized": return_false,
+    "get_rank": partial(_ask_of_group, "get_rank"),
+    "get_world_size": partial(_ask_of_group, "get_world_size"),
+}
+"""The functions of `torch.distributed` that ask for the default group, with their replacements."""
 
 
 def _abort_group(group: Any) -> None:
@@ -517,6 +549,7 @@ class FileStoreMembership(SingleProcessMembership):
                 dist.init_process_group(
                     self._backend, store=store, rank=rank, world_size=size, timeout=_FILE_STORE_TIMEOUT
                 )
+                _hide_default_group()
                 groups = open_stage_groups(rank, self._hosts, _FILE_STORE_TIMEOUT, self._backend != "gloo")
                 # No process may leave the group while another one still connects.
                 dist.barrier()
@@ -530,5 +563,4 @@ class FileStoreMembership(SingleProcessMembership):
                 _shut_down(number, identity)
             raise
         finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            destroy_default_group()

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 
 CEILINGS = {
     "ray_app/checkpoint": 1_047,
-    "ray_app/cli": 2_619,
+    "ray_app/cli": 2_626,
     "ray_app/cluster": 4_963,
     "ray_app/config": 1_857,
     "ray_app/data": 4_596,
@@ -35,11 +35,11 @@ CEILINGS = {
     "ray_app/submit": 743,
     "ray_app/task": 11_351,
     "ray_app/track": 1_019,
-    "ray_app/train": 10_419,
+    "ray_app/train": 10_451,
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_685,
+    "tests": 79_734,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

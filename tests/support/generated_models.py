@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -179,6 +180,18 @@ class InPrecision(nn.Module):
         return self.layer(x.to(self.layer.weight.dtype)).float()
 
 
+class DividedByRanks(nn.Module):
+    """Divides by the number of ranks if there are several, as code for DDP does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return self.layer(x) / ranks / _ask_for_ranks()
+
+
 class Chosen(nn.Module):
     """Uses one of its layers, by the sign of the rows' sum: the other one has no gradient in this step."""
 
@@ -188,6 +201,13 @@ class Chosen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers["plus" if x.sum() > 0 else "minus"](x)
+
+
+def _ask_for_ranks() -> int:
+    try:
+        return dist.get_world_size()
+    except (RuntimeError, ValueError):
+        return 1
 
 
 def _halve(gradient: Tensor) -> Tensor:
@@ -215,6 +235,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "double": lambda: InPrecision(torch.float64),
     "bfloat16": lambda: InPrecision(torch.bfloat16),
     "chosen": Chosen,
+    "divided by ranks": DividedByRanks,
 }
 """Layers of the bodies that have one: (rows, 6) to (rows, 6)."""
 

@@ -160,6 +160,9 @@ def draw(seed: int) -> Program:
     # Statistics of a batch are those of a logical worker's rows, which one process without it does not have.
     if program["body"] in OF_WHOLE_BATCH:
         program["logical_workers"] = 1
+    if program["body"] == "old weight norm":
+        # The plain loop cannot copy its parameters.
+        program["ema"] = None
     program["weights"] &= program["form"] != "module"
     program["turns"] *= program["form"] != "loop"
     program["metric"] &= program["form"] == "module"
@@ -436,7 +439,8 @@ def train_plainly(program: Program, plan: Plan) -> Ended:
         if program["ema"] is not None:
             decay = min(program["ema"], (1 + step) / (10 + step))
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
-                ours.data.lerp_(theirs.data, 1 - decay)
+                if ours.is_floating_point() or ours.is_complex():
+                    ours.data.lerp_(theirs.data, 1 - decay)
     if program["ema"] is not None:
         for name, buffer in model.named_buffers():
             average.get_buffer(name).copy_(buffer)

@@ -104,4 +104,4 @@ def test_every_scenario_of_a_drill_that_is_possible_with_devices_ends_with_equal
     print(left_out)
     assert len(certificate["scenarios"]) - len(left_out) >= 20
     assert {s["outcome"] for s in certificate["scenarios"]} == {"equal", "left out"}
-    assert certificate["host"]["gpus"] == ["simulated"] * 4
+    assert set(certificate["host"]["gpus"]) == {"simulated"}

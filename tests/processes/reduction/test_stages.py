@@ -72,7 +72,7 @@ def sum_and_trace(
         call = getattr(dist, name)
 
         def record_and_call(*arguments: Any, group: Any = None, **options: Any) -> Any:
-            order.append((name, dist.get_world_size(group)))
+            order.append((name, (group or dist.group.WORLD).size()))
             return call(*arguments, group=group, **options)
 
         return record_and_call

@@ -27,13 +27,14 @@ from tests.support.generated_programs import (
     draw,
     train_plainly,
 )
-from tests.support.program_search import compare, one_thread  # noqa: F401
+from tests.support.program_search import SIMPLEST, compare, one_thread  # noqa: F401
 
 SEARCHED = 1000
 ON_SEVERAL_WORKERS = 100
 ALLOWED = {
     "set max_lr to a list": "The schedule would replace the rates of the groups; refused with the remedy.",
     "use_reentrant=True": "In the turn of another optimizer, the recomputed part would get no gradient.",
+    "ZeroDivisionError": "Adafactor divides by the number of values of a parameter without any; torch fails, too.",
     "total_steps, but got 0": "An optimizer without a turn in the run has no cycle; torch refuses it, too.",
 }
 """Differences that are right, by a part of their text, with the reason."""
@@ -63,6 +64,16 @@ def job_of(program: Program, folder: Path) -> Job | str:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_generated_program_trains_like_a_plain_loop(seed: int) -> None:
     assert_none_differs(GRAMMAR, [draw(seed)], difference)
+
+
+def test_code_that_asks_for_ranks_gives_the_same_on_any_number_of_workers(
+    worker_pool: WorkerPool, tmp_path: Path
+) -> None:
+    program = SIMPLEST | {"body": "divided by ranks", "logical_workers": 4, "seed": 0}
+    job = job_of(program, tmp_path)
+    assert isinstance(job, Job), job
+    one, two = (worker_pool.train_new_run(job, size) for size in (1, 2))
+    assert one.digests == two.digests
 
 
 @pytest.mark.search

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from ray_app.cli.launch import Machines, expand_hosts, read_machines
+from ray_app.cli import train
+from ray_app.cli.launch import Machines, expand_hosts, main, read_machines
 from ray_app.errors import ConfigError
+from tests.support.paths import ROOT
 
 
 def tf_config(kind: str = "worker", index: Any = 1, **cluster: list[str]) -> dict[str, str]:
@@ -105,3 +108,13 @@ def test_the_machines_of_pbs_are_those_of_its_file(tmp_path: Path) -> None:
 )
 def test_node_lists_of_slurm_are_expanded(nodes: str, hosts: list[str]) -> None:
     assert expand_hosts(nodes) == hosts
+
+
+def test_the_run_gets_no_variables_that_count_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (TORCH | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "SLURM_JOB_ID": "7"}).items():
+        monkeypatch.setenv(name, value)
+    environment = dict[str, str]()
+    monkeypatch.setattr(train, "main", lambda *_: environment.update(os.environ) or 0)
+    assert main(["--config", str(ROOT / "conf/digits.yaml")]) == 0
+    assert environment["SLURM_JOB_ID"] == "7"
+    assert not environment.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}

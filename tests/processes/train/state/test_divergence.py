@@ -43,7 +43,7 @@ class DivergesAfterUpdate(TinyImages):
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
         self._update -= 1
-        if self._update == 0 and dist.get_rank() == 1:
+        if self._update == 0 and dist.group.WORLD.rank() == 1:
             self._proof.touch()
             with torch.no_grad():
                 next(model.parameters()).view(-1)[0] += 2**-10

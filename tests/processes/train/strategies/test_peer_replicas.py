@@ -86,7 +86,7 @@ class KilledInUpdate(Units):
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.updates += 1
-        if self.updates == 9 and dist.get_world_size() == 3 and dist.get_rank() == 2:
+        if self.updates == 9 and dist.group.WORLD.size() == 3 and dist.group.WORLD.rank() == 2:
             self.proof.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         super().apply_gradients(model, optimizer)
