@@ -44,12 +44,14 @@ _IN_READERS = "A decoded row must depend only on its values and its key: draw fr
 def check_decoding_state(context: PreflightContext) -> list[str]:
     """Refuses tasks and transforms that decode a row by something that they keep; see `_check_calls`."""
     task, rows = context.task, context.undecoded_row
-    roots, warnings = _list_roots(task, nn.Module()), list[str]()
+    warnings = list[str]()
     calls: dict[str, Callable[[], Any]] = {"decode": lambda: task.decode(rows)}
     if task.has_epoch_decode:
         calls["decode_training"] = lambda: task.decode_training(rows, np.array([3], np.int64))
     for name, call in calls.items():
-        warnings += _check_calls(task, f"{name} of a row", call, partial(kept_values, roots), _IN_READERS)
+        warnings += _check_calls(
+            task, f"{name} of a row", call, lambda: kept_values(_list_roots(task, nn.Module())), _IN_READERS
+        )
     return warnings
 
 
@@ -60,9 +62,12 @@ def check_kept_state(context: PreflightContext) -> list[str]:
         ConfigError: A trained parameter is no part of the model, or an attribute changes with every call.
     """
     task, model = context.task, context.model
-    roots = _list_roots(task, model)
-    skip = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())} - set(map(id, roots.values()))
-    read_values = partial(kept_values, roots, skip)
+    of_model = {id(one) for one in (*model.modules(), *model.parameters(), *model.buffers())}
+
+    def read_values() -> dict[str, Any]:
+        roots = _list_roots(task, model)
+        return kept_values(roots, of_model - set(map(id, roots.values())))
+
     call = partial(_training_losses, context)
     return list(_check_calls(task, "the training loss of two rows", call, read_values, _IN_TRAINING))
 
@@ -147,7 +152,14 @@ def _list_roots(task: Task, model: nn.Module) -> dict[str, Any]:
             roots[".".join(filter(None, ("model", name)))] = module
     kinds = [type(one) for root in roots.values() for one in (root if isinstance(root, list) else [root])]
     names = {kind.__module__ for kind in kinds if _file_of(kind)}
-    return roots | {name: {k: v for k, v in vars(sys.modules[name]).items() if k[:2] != "__"} for name in sorted(names)}
+    for name in sorted(names):
+        roots[name] = {k: v for k, v in vars(sys.modules[name]).items() if k[:2] != "__"}
+        for kind in (one for one in roots[name].values() if isinstance(one, type) and one.__module__ == name):
+            # Of a function the default arguments, which a call may change.
+            roots[f"{name}.{kind.__name__}"] = {
+                k: getattr(v, "__defaults__", v) for k, v in vars(kind).items() if k[:2] != "__"
+            }
+    return roots
 
 
 def _file_of(kind: type) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sized
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from traceback import walk_stack
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -143,6 +143,8 @@ def kept_values(roots: Mapping[str, Any], skip: Container[int] = ()) -> dict[str
         elif isinstance(value, np.ndarray):
             if value.size <= _MAX_VALUES and not value.dtype.hasobject:
                 values[path] = value.copy()
+        elif isinstance(value, count):
+            values[path] = repr(value)
         elif isinstance(value, torch.Generator):
             values[path] = value.get_state().numpy().tobytes()
         elif isinstance(value, _GENERATOR_TYPES):

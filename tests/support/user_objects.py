@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from ray_app.task.user_loop import Loop
 
 SHARED = np.random.default_rng(0)
 COUNTS: dict[str, int] = {"calls": 0}
+num_calls = 0
 
 
 class LearnedVariance(nn.Module):
@@ -44,16 +46,28 @@ class Odd:
         how: The way, see `disturb`.
     """
 
+    calls_of_class = 0
+
     def __init__(self, how: str) -> None:
         self.how, self.calls = how, 0
+        self.numbers = itertools.count()
         self.rows = list[int]()
         self.rng, self.draws = np.random.default_rng(0), random.Random(0)
         self.noise = torch.Generator()
         self.center, self.cache = torch.zeros(1), dict[str, Tensor]()
         self.outside = nn.Linear(1, 1)
 
-    def disturb(self, value: Tensor) -> Tensor:
+    def disturb(self, value: Tensor, rows: list[int] = []) -> Tensor:  # noqa: B006
         """Returns a value, changed by what is kept."""
+        global num_calls
+        if self.how == "default argument":
+            rows.append(1)
+        if self.how == "class counter":
+            Odd.calls_of_class += 1
+        if self.how == "global number":
+            num_calls += 1
+        if self.how == "count":
+            next(self.numbers)
         if self.how == "counter":
             self.calls += 1
         if self.how == "global counter":

@@ -54,7 +54,15 @@ def task_of(where: str, how: str) -> Task:
     return task
 
 
-CHANGING = ("counter", "list", "tensor", "numpy", "python", "torch", "global counter", "global numpy")
+OUTSIDE = {
+    "global counter": f"{OBJECTS[:-1]}['COUNTS']",
+    "global number": f"{OBJECTS[:-1]}['num_calls']",
+    "global numpy": f"{OBJECTS[:-1]}['SHARED']",
+    "class counter": f"{OBJECTS}Odd['calls_of_class']",
+    "default argument": f"{OBJECTS}Odd['disturb']",
+}
+"""What the objects of a kind share, by its path in a message."""
+CHANGING = ("counter", "count", "list", "tensor", "numpy", "python", "torch", *OUTSIDE)
 WHERE = {
     "augment": "OddTask.odd",
     "loss": "OddTask.odd",
@@ -68,11 +76,11 @@ WHERE = {
 @pytest.mark.parametrize("how", [*CHANGING, "parameter", "cache", ""])
 def test_state_outside_the_model_is_refused_at_every_place_of_user_code(where: str, how: str) -> None:
     context = context_of(task_of(where, how))
-    if how in ("cache", "") or (where == "loop" and how != "parameter" and "global" not in how):
+    if how in ("cache", "") or (where == "loop" and how != "parameter" and how not in OUTSIDE):
         # A loop makes its objects anew in each of the calls.
         assert check_kept_state(context) == []
         return
-    part = f"{OBJECTS[:-1]}[" if "global" in how else WHERE.get(where, "")
+    part = OUTSIDE.get(how) or WHERE.get(where, "")
     message = (
         "(the parameter (weight|bias) of Linear|a parameter of shape .*), which is not part"
         if how == "parameter"
