@@ -12,7 +12,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from ray_app.errors import ConfigError
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.gradient_checks import graph_nodes
 from ray_app.preflight.purity import is_same, iter_parts, kept_values
+from ray_app.reduction.sharded import build_without_values
 from ray_app.task.base import Batch, Task
 from ray_app.task.configured_arguments import make_loss
 from ray_app.task.losses import Losses
@@ -33,6 +36,8 @@ from ray_app.task.transforms import instantiate_once
 from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.state.state import seed_step
 
+_MAX_PARAMETERS = 1 << 24
+"""Size of the largest model that is built once more, values included, to see what a used one keeps."""
 _IN_TRAINING = (
     "Keep the state in the model, as a buffer (register_buffer) or a parameter: checkpoints store these, and every"
     " logical worker starts a step with the same values. Draw random numbers from torch's generators in the model and"
@@ -69,7 +74,48 @@ def check_kept_state(context: PreflightContext) -> list[str]:
         return kept_values(roots, of_model - set(map(id, roots.values())))
 
     call = partial(_training_losses, context)
-    return list(_check_calls(task, "the training loss of two rows", call, read_values, _IN_TRAINING))
+    warnings = list(_check_calls(task, "the training loss of two rows", call, read_values, _IN_TRAINING))
+    if (name := _kept_since_first_call(task, model)) and not is_same(
+        _losses_after(context, 0), _losses_after(context, 1)
+    ):
+        raise ConfigError(
+            f"The model keeps {name} from its first call, and the training loss of other rows depends on it. In each"
+            f" worker these are the first rows of this worker, and no checkpoint has them. {_IN_TRAINING}."
+        )
+    return warnings
+
+
+def _kept_since_first_call(task: Task, model: nn.Module) -> str | None:
+    """Returns the name of a number that a used model has other than a new one, or of a tensor that it has besides."""
+    new_model = build_without_values(task.build_model)
+    if new_model is None and sum(p.numel() for p in model.parameters()) <= _MAX_PARAMETERS:
+        new_model = task.build_model()
+    if new_model is None:
+        return None
+    used, new = (kept_values(_list_roots(task, one)) for one in (model, new_model))
+    changed = (
+        name for name, value in used.items() if name not in new or (isinstance(value, str) and value != new[name])
+    )
+    return next((name for name in changed if name.startswith("model.")), None)
+
+
+def _losses_after(context: PreflightContext, shift: int) -> list[Tensor]:
+    """Returns the training losses of some rows by a new model that has first computed those of shifted rows."""
+    task, state = context.task, context.row_probe.state
+    model = task.build_model()
+    model.load_state_dict(context.model.state_dict())
+    new_state: Any = SimpleNamespace(model=model, turns=state.turns)
+    probe, fields = replace(context.row_probe, state=new_state), make_fields(context)
+    model.train()
+    first = {
+        name: values + shift if values.is_floating_point() else values.roll(shift, -1) if values.ndim > 1 else values
+        for name, values in fields.items()
+    }
+    for batch in (first, fields):
+        seed_step(0, 0, 0, 0, HOST)
+        with user_code(lambda: "the training loss of two rows by a new model"):
+            losses = [Losses.of(one).values.detach() for _, one in probe.losses(batch)]
+    return losses
 
 
 def _training_losses(context: PreflightContext) -> list[Tensor]:

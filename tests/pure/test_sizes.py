@@ -26,7 +26,7 @@ CEILINGS = {
     "ray_app/models": 2_342,
     "ray_app/plan": 1_024,
     "ray_app/predict": 612,
-    "ray_app/preflight": 5_138,
+    "ray_app/preflight": 5_184,
     "ray_app/reduction": 2_428,
     "ray_app/report": 1_687,
     "ray_app/retrain": 2_087,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_756,
+    "tests": 79_768,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

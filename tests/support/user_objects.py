@@ -56,6 +56,7 @@ class Odd:
         self.noise = torch.Generator()
         self.center, self.cache = torch.zeros(1), dict[str, Tensor]()
         self.outside = nn.Linear(1, 1)
+        self.first: Tensor | None = None
 
     def disturb(self, value: Tensor, rows: list[int] = []) -> Tensor:  # noqa: B006
         """Returns a value, changed by what is kept."""
@@ -78,6 +79,9 @@ class Odd:
             self.center = self.center * 0.9 + value.detach().mean()
         if self.how == "cache":
             self.cache["ones"] = torch.ones(1)
+        if self.how == "first rows":
+            self.first = value.detach().mean() if self.first is None else self.first
+            return value - self.first
         if self.how == "parameter":
             return value + self.outside(torch.ones(1))
         draws = {

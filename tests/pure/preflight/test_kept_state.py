@@ -91,6 +91,14 @@ def test_state_outside_the_model_is_refused_at_every_place_of_user_code(where: s
     assert how == "parameter" or part in str(refused.value)
 
 
+@pytest.mark.parametrize("where", ["model", "Lightning"])
+def test_a_model_that_keeps_something_of_its_first_rows_is_refused(where: str) -> None:
+    context = context_of(task_of(where, "first rows"))
+    context.accepted_rows = {"x": np.float32([[1, 2, 3, 4], [4, 4, 5, 5]]), "y": np.zeros(2, np.float32)}
+    with pytest.raises(ConfigError, match=r"The model keeps model\.odd\.first from its first call"):
+        check_kept_state(context)
+
+
 @pytest.mark.parametrize("how", [*CHANGING, "cache"])
 def test_transforms_that_keep_something_are_refused(how: str) -> None:
     task = ModuleTask(odd("OddModel", ""), ["x"], "y", MEAN_SQUARES, transforms=[odd("OddTransform", how)])
