@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -87,6 +88,8 @@ def make_state(context: PreflightContext) -> None:
     if context.config.train.reducer is not None:
         load_reducer(context.config.train.reducer)
     state = TrainingState(context.config, context.task, HOST, context.job.total_steps)
+    names = tuple(name for name, _ in state.model.named_parameters())
+    context.job = replace(context.job, parameter_names=names)
     context.row_probe = RowProbe(context.task, state)
     context.exit_stack.callback(_finish_task, context)
     state.initialize(context.initial.params)

@@ -152,6 +152,20 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 optimizer.state[p][name] = value.to(loaded.device, copy=True)
 
 
+def check_parameter_order(model: nn.Module, names: Sequence[str]) -> None:
+    """Raises ConfigError if the parameters have another order than `names`, that of the driver; empty: any order.
+
+    Initial values are drawn, and gradients are sent, in this order.
+    """
+    for expected, (name, _) in zip(names, model.named_parameters(), strict=False):
+        if name != expected:
+            raise ConfigError(
+                f"The model has the parameter {name} in this process where it has {expected} in the driver. Code that"
+                " iterates over a set of texts sees another order in each process, so that the initial values would be"
+                " others in each run: sort the set (for name in sorted(names))."
+            )
+
+
 def freeze_parameters(model: nn.Module, patterns: list[str]) -> list[nn.Module]:
     """Excludes parameters from training.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ray_app import load_config
-from ray_app.errors import RayAppError
+from ray_app.errors import ConfigError, RayAppError
 from ray_app.testing import (
     FileStoreMembership,
     Hooks,
@@ -25,6 +26,7 @@ from tests.support.generated_programs import (
     assert_none_differs,
     configuration,
     draw,
+    initial_model,
     train_plainly,
 )
 from tests.support.program_search import SIMPLEST, compare, one_thread  # noqa: F401
@@ -74,6 +76,17 @@ def test_code_that_asks_for_ranks_gives_the_same_on_any_number_of_workers(
     assert isinstance(job, Job), job
     one, two = (worker_pool.train_new_run(job, size) for size in (1, 2))
     assert one.digests == two.digests
+
+
+def test_parameters_in_another_order_than_in_the_driver_are_refused(tmp_path: Path) -> None:
+    """Code that iterates over a set of texts has another order in each process."""
+    program = SIMPLEST | {"seed": 0}
+    job = job_of(program, tmp_path)
+    assert isinstance(job, Job), job
+    assert job.parameter_names == tuple(name for name, _ in initial_model(program).named_parameters())
+    other = replace(job, parameter_names=job.parameter_names[::-1])
+    with pytest.raises(ConfigError, match="in this process where it has"):
+        train_rank(0, tmp_path / "store", other, 1, Hooks(), stream_windows, FileStoreMembership)
 
 
 @pytest.mark.search
