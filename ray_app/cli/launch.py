@@ -38,7 +38,7 @@ from ray_app.channel import Listener, UnprovenServerError, connect
 from ray_app.cli import train
 from ray_app.cli.main import exit_code
 from ray_app.cluster.ray_private import Node, private_files, read_token, require_shared_token, require_token
-from ray_app.config.variables import without_errors
+from ray_app.config.variables import python_variables
 from ray_app.driver.parsing import parse_with_sections
 from ray_app.errors import ConfigError, RayAppError
 from ray_app.process import interrupt_at_signals, set_variables
@@ -364,7 +364,7 @@ def ray_node(options: list[str]) -> Iterator[Callable[[], None]]:
     ]
     with tempfile.TemporaryFile() as output:
         # In a session of its own, so that Ctrl-C and the signals of a scheduler reach this process alone.
-        environment = os.environ | private_files() | without_errors(os.environ)
+        environment = os.environ | private_files() | python_variables(os.environ)
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         logged_lines: set[str] = set()
 

@@ -42,7 +42,7 @@ from ray_app.cluster.ray_private import (
 )
 from ray_app.config.config import Config
 from ray_app.config.sections import ScalingSection
-from ray_app.config.variables import recorded_variables, without_errors
+from ray_app.config.variables import python_variables, recorded_variables
 from ray_app.data.reader import RowSource
 from ray_app.devices import accelerator
 from ray_app.errors import ConfigError
@@ -197,7 +197,7 @@ def _start(config: Config) -> None:
     quiet_cluster_start()
     require_token()
     # The search path is passed as a variable, because Ray starts no processes in advance for a `runtime_env`.
-    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | without_errors(os.environ)
+    variables = {"PYTHONPATH": os.pathsep.join(search_path())} | private_files() | python_variables(os.environ)
     if _shared.sessions:
         variables |= imports_in_advance()
     with set_variables(**variables), on_loopback(), in_own_sessions(), without_services(), defer_interrupts():

@@ -64,11 +64,20 @@ def bypass_proxies(variables: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(NO_PROXY, ",".join(dict.fromkeys([*hosts, *_LOCAL_HOSTS])))
 
 
-def without_errors(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns `PYTHONWARNINGS` for processes of Ray, without the filters that make errors of warnings of libraries."""
+SAME_ORDER = {"PYTHONHASHSEED": "0"}
+"""The variable with which sets of texts have the same order in all processes."""
+
+
+def python_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns variables of Python for the processes of Ray.
+
+    `PYTHONWARNINGS` is without the filters that make errors of warnings of libraries. Sets of texts have the same order
+    in all processes (`PYTHONHASHSEED`): code that numbers classes by a set would give others in each reader.
+    """
     filters = variables.get("PYTHONWARNINGS", "").split(",")
     kept = [one for one in filters if not one.strip().startswith("error")]
-    return {"PYTHONWARNINGS": ",".join(kept) or "default"} if kept != filters else {}
+    warnings = {"PYTHONWARNINGS": ",".join(kept) or "default"} if kept != filters else {}
+    return warnings if "PYTHONHASHSEED" in variables else warnings | SAME_ORDER
 
 
 def check_variables(variables: Mapping[str, str], on_this_machine: bool) -> None:

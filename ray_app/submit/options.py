@@ -16,6 +16,7 @@ from typing import Any
 
 from ray_app.config.config import Config
 from ray_app.config.rules import NonNegativeInt, check_fields, refuse
+from ray_app.config.variables import SAME_ORDER
 from ray_app.errors import ConfigError
 from ray_app.retry import Retry
 from ray_app.runlog.redaction import HIDDEN, redact_value, register_secrets
@@ -107,7 +108,7 @@ class SubmitSection:
             raise ConfigError(
                 f"submit.env names {', '.join(missing)}, which is not set here. Set the variable, or remove its name."
             )
-        return _STOP_WAIT | {name: values[name] for name in names}
+        return _STOP_WAIT | SAME_ORDER | {name: values[name] for name in names}
 
     def command(self, target: list[str], config: Config, sections: Mapping[str, Any] | None = None) -> str:
         """Returns the shell command of a job; with `exec`, Ray sees a signal that ends the driver.

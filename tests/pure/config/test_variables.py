@@ -18,9 +18,9 @@ from ray_app.config.variables import (
     check_variables,
     complete_tracking,
     describe_overridden,
+    python_variables,
     recorded_variables,
     tracking_of_job,
-    without_errors,
 )
 from ray_app.errors import ConfigError
 from tests.support.paths import ROOT
@@ -86,7 +86,9 @@ def test_variables_with_which_ray_cannot_start_are_refused(variables: dict[str, 
     ],
 )
 def test_processes_of_ray_do_not_end_by_a_warning(filters: str, expected: dict[str, str]) -> None:
-    assert without_errors({"PYTHONWARNINGS": filters}) == expected
+    assert python_variables({"PYTHONWARNINGS": filters}) == expected | {"PYTHONHASHSEED": "0"}
+    of_user = {"PYTHONWARNINGS": filters, "PYTHONHASHSEED": "7"}
+    assert python_variables(of_user) == expected
 
 
 def test_another_encoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,12 +120,13 @@ def test_no_secret_is_part_of_a_submitted_command(monkeypatch: pytest.MonkeyPatc
     assert section.environment({"SOME_TOKEN": "value", "OTHER": "x"}) == {
         "SOME_TOKEN": "value",
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        "PYTHONHASHSEED": "0",
     }
     assert "value" not in section.command(["-m", "ray_app", "train"], load_config(DIGITS))
     with pytest.raises(ConfigError, match=r"submit\.env names MISSING, which is not set here"):
         SubmitSection(env="SOME_TOKEN, MISSING").environment({"SOME_TOKEN": "value"})
-    other = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
-    assert SubmitSection(env="RAY_JOB_STOP_WAIT_TIME_S").environment(other) == other
+    other = {"RAY_JOB_STOP_WAIT_TIME_S": "600", "PYTHONHASHSEED": "7"}
+    assert SubmitSection(env="RAY_JOB_STOP_WAIT_TIME_S,PYTHONHASHSEED").environment(other) == other
 
 
 @pytest.fixture
