@@ -59,6 +59,7 @@ from ray_app.track.mlflow_client import mlflow_key
 from ray_app.train.build import load_reducer
 from ray_app.train.job import Job
 from ray_app.train.state.alternating_optimizers import TurnSchedules
+from ray_app.train.state.parameters import parameter_layout
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import copy_to_host
 from ray_app.train.step.micro_batch import module_modes, restore_modes
@@ -88,8 +89,7 @@ def make_state(context: PreflightContext) -> None:
     if context.config.train.reducer is not None:
         load_reducer(context.config.train.reducer)
     state = TrainingState(context.config, context.task, HOST, context.job.total_steps)
-    names = tuple(name for name, _ in state.model.named_parameters())
-    context.job = replace(context.job, parameter_names=names)
+    context.job = replace(context.job, parameters=parameter_layout(state.model))
     context.row_probe = RowProbe(context.task, state)
     context.exit_stack.callback(_finish_task, context)
     state.initialize(context.initial.params)

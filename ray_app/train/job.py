@@ -53,7 +53,7 @@ class Job:
         is_intervened: Whether the driver may intervene between two epochs, see `train.interventions`.
         pause_step: Step after which this start ends, as if it were the last one; a later start continues. None: the
             last step of the run.
-        parameter_names: The names of the model's parameters in the order in which the driver has built it.
+        parameters: The `parameter_layout` of the model that the driver has built.
     """
 
     config: Config
@@ -70,7 +70,7 @@ class Job:
     initial: str | None = None
     is_intervened: bool = False
     pause_step: int | None = None
-    parameter_names: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
 
     @property
     def paths(self) -> RunPaths:

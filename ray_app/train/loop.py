@@ -36,7 +36,7 @@ from ray_app.train.context import WorkerContext
 from ray_app.train.interventions import put_question, read_intervention
 from ray_app.train.job import Job
 from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase
-from ray_app.train.state.parameters import check_parameter_order
+from ray_app.train.state.parameters import check_parameter_layout
 from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
 from ray_app.train.step.step_stats import StepResult, StepTimer
@@ -82,7 +82,7 @@ class _Worker:
         self._ask, self._at_batch = context.ask, context.at_batch
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
-        check_parameter_order(self._state.model, job.parameter_names)
+        check_parameter_layout(self._state.model, job.parameters)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
         self._feed = Feed(job.plan, partial(context.open_windows, job), device)
         load, report_progress = context.load_evaluation, membership.report_progress

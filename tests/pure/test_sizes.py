@@ -35,11 +35,11 @@ CEILINGS = {
     "ray_app/submit": 744,
     "ray_app/task": 11_351,
     "ray_app/track": 1_019,
-    "ray_app/train": 10_471,
+    "ray_app/train": 10_484,
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_784,
+    "tests": 79_788,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

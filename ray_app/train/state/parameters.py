@@ -152,17 +152,30 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 optimizer.state[p][name] = value.to(loaded.device, copy=True)
 
 
-def check_parameter_order(model: nn.Module, names: Sequence[str]) -> None:
-    """Raises ConfigError if the parameters have another order than `names`, that of the driver; empty: any order.
+def parameter_layout(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Returns name, type and shape of the parameters in their order, such as `("layer.weight", "float32 (2, 5)")`."""
+    return tuple(
+        (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}") for name, p in model.named_parameters()
+    )
 
-    Initial values are drawn, and gradients are sent, in this order.
+
+def check_parameter_layout(model: nn.Module, layout: Sequence[tuple[str, str]]) -> None:
+    """Raises ConfigError if the parameters differ from those that the driver has built; an empty layout: any.
+
+    Initial values are drawn, and gradients are sent, in the order of the parameters.
     """
-    for expected, (name, _) in zip(names, model.named_parameters(), strict=False):
-        if name != expected:
+    for (name, kind), (other, other_kind) in zip(layout, parameter_layout(model), strict=False):
+        if other != name:
             raise ConfigError(
-                f"The model has the parameter {name} in this process where it has {expected} in the driver. Code that"
+                f"The model has the parameter {other} in this process where it has {name} in the driver. Code that"
                 " iterates over a set of texts sees another order in each process, so that the initial values would be"
                 " others in each run: sort the set (for name in sorted(names))."
+            )
+        if other_kind != kind:
+            raise ConfigError(
+                f"The parameter {name} is {other_kind} in this process, and {kind} in the driver. A worker imports the"
+                " code by itself: what the program has changed (a variable of a module, torch.set_default_dtype)"
+                " does not reach it. Give the model arguments (init_args) instead."
             )
 
 

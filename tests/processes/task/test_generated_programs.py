@@ -20,6 +20,7 @@ from ray_app.testing import (
     train_rank,
 )
 from ray_app.train.job import Job
+from ray_app.train.state.parameters import parameter_layout
 from tests.support.generated_programs import (
     GRAMMAR,
     Program,
@@ -78,14 +79,17 @@ def test_code_that_asks_for_ranks_gives_the_same_on_any_number_of_workers(
     assert one.digests == two.digests
 
 
-def test_parameters_in_another_order_than_in_the_driver_are_refused(tmp_path: Path) -> None:
-    """Code that iterates over a set of texts has another order in each process."""
+@pytest.mark.parametrize("differs", ["order", "kind"])
+def test_another_model_than_in_the_driver_is_refused(differs: str, tmp_path: Path) -> None:
+    """Code that iterates over a set of texts has another order in each process; so may variables of modules."""
     program = SIMPLEST | {"seed": 0}
     job = job_of(program, tmp_path)
     assert isinstance(job, Job), job
-    assert job.parameter_names == tuple(name for name, _ in initial_model(program).named_parameters())
-    other = replace(job, parameter_names=job.parameter_names[::-1])
-    with pytest.raises(ConfigError, match="in this process where it has"):
+    assert job.parameters == parameter_layout(initial_model(program))
+    (name, _), *rest = job.parameters
+    others = {"order": job.parameters[::-1], "kind": ((name, "float64 (1,)"), *rest)}
+    other = replace(job, parameters=others[differs])
+    with pytest.raises(ConfigError, match={"order": "sort the set", "kind": "torch.set_default_dtype"}[differs]):
         train_rank(0, tmp_path / "store", other, 1, Hooks(), stream_windows, FileStoreMembership)
 
 

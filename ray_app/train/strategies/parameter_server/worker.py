@@ -25,7 +25,7 @@ from ray_app.task.losses import ZERO_SUMS, sum_losses
 from ray_app.torch_private import foreach_mul_, run_backward
 from ray_app.train.context import WorkerContext
 from ray_app.train.membership import Flags, Phase
-from ray_app.train.state.parameters import check_parameter_order
+from ray_app.train.state.parameters import check_parameter_layout
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes, raise_non_finite
 from ray_app.train.step.step_stats import NO_TIME, ReplicaStats, StepResult, make_replica_stats
@@ -65,7 +65,7 @@ class ParameterWorker:
         self._membership = context.membership
         self._staleness = job.config.train.staleness
         state = TrainingState(job.config.replace(train__ema_decay=None), job.task, device, job.total_steps)
-        check_parameter_order(state.model, job.parameter_names)
+        check_parameter_layout(state.model, job.parameters)
         # Servers have only trained parameters, so the frozen ones are loaded here.
         if job.config.train.freeze is not None:
             state.initialize(job.read_initial())
