@@ -298,7 +298,7 @@ def test_a_table_of_features_is_served_and_unfit_values_are_refused(tmp_path: Pa
     assert np.array_equal(predictor.predict(features.astype(np.float64)), expected)
     with pytest.raises(ValueError, match=r"shape \(rows, 3\)"):
         predictor.predict(features[:, :2])
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="its values are complex64"):
         predictor.predict(features.astype(np.complex64) + 1j)
 
 

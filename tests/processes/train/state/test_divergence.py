@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.store import CheckpointStore
 from ray_app.errors import CheckpointError, PeerLostError
 from ray_app.runlog.journal import read_events
+from ray_app.task.base import Batch
+from ray_app.task.losses import Losses
 from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.transfer import divergent_ranks
@@ -34,11 +36,20 @@ class DivergesAfterUpdate(TinyImages):
     Args:
         proof: File that exists after the change.
         update: Number of the update, counted from 1 in the process.
+        is_rank_0_killed: Whether rank 0 waits after its update until another thread kills it. A step with it would add
+            gradients of the changed parameters to those of all ranks.
     """
 
-    def __init__(self, proof: Path, update: int, **args: Any) -> None:
+    def __init__(self, proof: Path, update: int, is_rank_0_killed: bool = False, **args: Any) -> None:
         super().__init__(**args)
         self._proof, self._update = proof, update
+        self._is_rank_0_killed = is_rank_0_killed
+
+    def training_loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        world = dist.group.WORLD
+        if self._is_rank_0_killed and not self._update and (world.rank(), world.size()) == (0, 4):
+            wait_until(lambda: False, "rank 0 lives")
+        return super().training_loss(model, batch)
 
     def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
         optimizer.step()
@@ -66,12 +77,12 @@ class KillLast:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job_in(folder: Path, update: int = 0) -> Job:
+def job_in(folder: Path, update: int = 0, **task_args: Any) -> Job:
     """Returns a job of six steps, with a checkpoint after every third one."""
     data = folder / "data"
     if not data.exists():
         write_images(data, [[20, 13]])
-    task = DivergesAfterUpdate(folder / "proof", update) if update else TinyImages()
+    task = DivergesAfterUpdate(folder / "proof", update, **task_args) if update else TinyImages()
     return make_job(folder / f"run-{update}", data, task=task, train__epochs=2)
 
 
@@ -97,7 +108,7 @@ def test_a_divergent_rank_gets_the_state_of_the_majority(worker_pool: WorkerPool
 @pytest.mark.rest
 def test_a_divergent_copy_of_a_checkpoint_is_not_committed(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """Rank 0 dies before it commits; rank 1, which would write its own copy instead, has other parameters."""
-    undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3)
+    undisturbed, job = job_in(tmp_path), job_in(tmp_path, update=3, is_rank_0_killed=True)
     worker_pool.train_to_end(undisturbed, 2, cache_windows)
     kill = KillSaving(str(tmp_path / "killed"), step=3)
     outcomes = train_shifting(worker_pool, job, [[0, 1, 2, 3], [1, 2, 3]], [], Hooks(before_commit=kill))
