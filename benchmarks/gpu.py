@@ -3,10 +3,10 @@
 make gpu                     # or: python benchmarks/gpu.py
 make gpu DEVICE=cpu          # a dry run: small sizes, a few minutes; the measurements say nothing
 
-Needs the requirements of the application, but no network and no MLflow. Prints a table in Markdown, for docs/gpu.md,
-and writes it as JSON after every line, into the folder `$OUT` if that is set. A line that fails reports the error, with
-the end of its traceback on stderr, and the others continue, unless it is the line "start": all others would fail for
-the same reason. Lines for which no time was left are listed. The exit code is 1 if a check failed.
+Needs the requirements of the application, but no network and no MLflow. Prints a table in Markdown, and writes it as
+JSON after every line, into the folder `$OUT` if that is set. A line that fails reports the error, with the end of its
+traceback on stderr, and the others continue, unless it is the line "start": all others would fail for the same reason.
+Lines for which no time was left are listed. The exit code is 1 if a check failed.
 """
 
 from __future__ import annotations

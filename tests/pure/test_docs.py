@@ -27,13 +27,10 @@ _EXISTING_FILES = (
     "my.yaml",
     "run.yaml",
     "train.yaml",
-    "keras_train.yaml",
     "iris.yaml",
     "tune.yaml",
     "runs/digits-study/winner.yaml",
     "photos.yaml",
-    "detection.yaml",
-    "segmentation.yaml",
 )
 
 

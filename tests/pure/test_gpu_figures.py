@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from benchmarks.gpu import LINES, ORDER
 from benchmarks.gpu_cluster import hidden
 from benchmarks.gpu_lines import Line, Outcome, Result, look_at
 from benchmarks.gpu_workers import Bench
-from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -63,8 +61,3 @@ def test_the_start_precedes_all_computing_measurements_and_alone_stops_the_rest(
     assert [line.name for line in LINES] == list(ORDER)
     assert [line.name for line in LINES if line.stops] == ["start: two steps, a checkpoint between them"]
     assert [line.name for line in LINES].index("start: two steps, a checkpoint between them") == 1
-
-
-def test_the_page_about_gpus_has_the_measurements_in_their_order() -> None:
-    rows = re.findall(r"^\| (.+?) \| (.*?) \| .+ \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
-    assert [tuple(map(str.strip, row)) for row in rows if row[0] != "line"] == [(line.name, line.bar) for line in LINES]

@@ -1,15 +1,13 @@
-"""The gradient reducer of docs/strategies.md as a module, which workers import by its path."""
+"""The gradient reducer of conf/own_reducer.py as a module, which workers import by its path."""
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
-from tests.support.pages import blocks
 from tests.support.paths import ROOT
 
-_names: dict[str, Any] = {}
-exec(next(block.text for block in blocks(ROOT / "docs" / "strategies.md") if "GradientReducer" in block.text), _names)
-OneDevice: Any = _names["OneDevice"]
+OneDevice: Any = runpy.run_path(str(ROOT / "conf" / "own_reducer.py"))["OneDevice"]
 
 
 class Warmup(OneDevice):

@@ -6,10 +6,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from tests.support.pages import blocks
 from tests.support.paths import ROOT
-
-BLOCKS = {block.argument: block.text for block in blocks(ROOT / "docs" / "detection.md") if block.mark == "file"}
 
 
 def write_shapes(folder: Path, rows: int = 64) -> dict[str, Any]:

@@ -137,28 +137,34 @@ def test_the_program_of_a_guide_has_the_results_of_keras(
 def test_the_custom_loop_of_the_page_has_the_losses_of_a_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {block.argument: block.text for block in blocks(ROOT / "docs" / "loop.md") if "keras" in block.argument}
+    files = {block.argument: block.text for block in blocks(ROOT / "docs" / "loop.md") if block.mark == "file"}
     initializer = ", kernel_initializer=keras.initializers.GlorotUniform(seed=1))"
     script = files["keras_script.py"].replace('"relu")', f'"relu"{initializer}').replace("(10)", f"(10{initializer}")
     (tmp_path / "keras_script.py").write_text(script.replace("Dropout(0.1)", "Dropout(0.0)"))
+    (tmp_path / "page_script.py").write_text(files["script.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    fields = yaml.safe_load(files["keras_train.yaml"])
+    fields = yaml.safe_load(files["train.yaml"].replace("script.", "page_script."))
+    module = {"class_path": "ray_app.task.keras.make_module", "init_args": {"model": "keras_script.get_model"}}
+    fields["task"]["init_args"]["module"] = module
     fields["data"] = {"path": str(ROOT / fields["data"]["path"]), "global_batch_size": 1438}
     fields["train"], fields["scaling"] = {"epochs": 3, "strategy": "single"}, {"logical_workers": 2}
     run = {"run__storage_path": str(tmp_path), "tracking__enabled": False}
     result = run_training(load_config(**fields, **run), Console(file=StringIO()))
 
-    script_module = importlib.import_module("keras_script")
+    script_module = importlib.import_module("page_script")
     table = pq.read_table(ROOT / "datasets" / "digits" / "train")
     pixels = np.frombuffer(b"".join(table["image"].to_pylist()), np.uint8).reshape(-1, 8, 8, 1)
     rows = {"image": torch.from_numpy(pixels / np.float32(255)), "label": torch.tensor(table["label"].to_pylist())}
-    model, losses = script_module.get_model(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-7)
+    model, losses = importlib.import_module("keras_script").get_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=400)
     for _ in range(3):
-        means = {name: values.mean() for name, values in script_module.measured(model, rows).items()}
+        means = script_module.measured(model, rows)
         optimizer.zero_grad()
         means["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         losses.append((means["loss"].item(), means["accuracy"].item()))
     recorded = [(record.loss, record.metrics["accuracy"]) for record in result.metrics()]
     np.testing.assert_allclose(recorded, losses, 1e-5)

@@ -84,8 +84,7 @@ def test_a_configuration_trains_a_classifier_with_random_augmentations(
 
 @pytest.mark.rest
 def test_the_configuration_of_the_page_segments_images(pictures: dict[str, Any], tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "module-task.md").read_text()
-    config = yaml.safe_load(page.split("```yaml")[1].split("```")[0])
+    config = yaml.safe_load((ROOT / "conf" / "segmentation.yaml").read_text())
     assert_trains(config_of(pictures, tmp_path, **config["task"]["init_args"]))
 
 
