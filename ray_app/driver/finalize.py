@@ -57,7 +57,7 @@ RunStatus = Literal["finished", "stopped_early", "interrupted", "failed"]
 
 
 def summarize(job: Job, status: RunStatus) -> dict[str, Any]:
-    """Makes the content of `summary.json`, a public interface; see docs/runs.md for its fields."""
+    """Makes the content of `summary.json`, a public interface; see docs/reference/api.md for its fields."""
     stop, newest = job.early_stop(), newest_commit(job)
     last_step = stop.stop_step if stop else newest.step if newest else 0
     course = read_steps(job.paths, last_step)

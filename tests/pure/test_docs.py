@@ -168,7 +168,7 @@ def test_the_pages_name_the_version_of_the_package() -> None:
 def test_documented_symptoms_are_messages_of_the_code() -> None:
     """Each part of a symptom between dots is part of a string in the code, in which placeholders are removed.
 
-    Symptoms are in the headings of docs/troubleshooting.md and in the sentences "You see" of docs/failures.md.
+    Symptoms begin the entries of docs/troubleshooting.md, and are in the sentences "You see" of docs/failures.md.
     """
     texts = []
     for file in (ROOT / "ray_app").rglob("*.py"):
@@ -179,11 +179,11 @@ def test_documented_symptoms_are_messages_of_the_code() -> None:
                 texts.append("".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values))
     all_texts = "\n".join(texts)
     pages = [(ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "failures.md")]
-    headings = re.findall(r"^### (.*)$", pages[0], re.MULTILINE)
+    entries = re.findall(r"^- \*\*(.*?)\*\*", pages[0], re.MULTILINE | re.DOTALL)
     sentences = re.findall(r"\*\*You see\*\*((?:`[^`]*`|[.:](?!\s)|[^`.:])*)", " ".join(pages[1].split()))
-    assert len(headings) > 30
+    assert len(entries) > 30
     assert len(sentences) > 30
-    codes = [code for symptom in headings + sentences for code in re.findall(r"`([^`]+)`", symptom)]
+    codes = [code for symptom in entries + sentences for code in re.findall(r"`([^`]+)`", symptom)]
     symptoms = [part.strip() for code in codes for part in code.split("...")]
     messages_of_others = {
         *("AuthenticationError", "No module named ray_app", "parquet::ParquetException", "terminate called"),

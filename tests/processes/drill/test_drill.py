@@ -296,8 +296,8 @@ def test_the_help_and_the_page_name_all_scenarios(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert f"The scenarios are {', '.join(SCENARIOS)}." in " ".join(capsys.readouterr().out.split())
-    table = (ROOT / "docs" / "drill.md").read_text().partition("## The scenarios")[2].partition("\n\nWithout")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(SCENARIOS)
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(SCENARIOS)
 
 
 @pytest.fixture
