@@ -308,7 +308,7 @@ class TrainingState:
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         state = self._task.initial_loss_scale() if isinstance(self._task, Task) else None
         self.scale = LossScale(state) if config.train.precision == "fp16" or state else None
-        has_outer = config.train.strategy_traits.has_outer_optimizer
+        has_outer = "outer_lr" in config.train.strategy_traits.train_fields
         self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
