@@ -57,8 +57,8 @@ def measure(side: str, device: torch.device) -> float:
     task, world = Dense(), World(0, 1, 1)
     state = build_state(config, task, device, 10)
     job: Any = SimpleNamespace(config=config, task=task, total_steps=10, steps_per_epoch=10)
-    with state.sync.bind(world):
-        state.sync.share(world, lambda: setattr(state, "step", 0))
+    with state.backend.bind(world):
+        state.backend.share(world, lambda: setattr(state, "step", 0))
         step = build_step(job, state, world, device)
         for i in range(3):
             fields = {

@@ -1,7 +1,7 @@
 """What each value of `train.strategy` can do and needs, as one record per strategy in the table `STRATEGIES`.
 
-All code that treats strategies differently asks for a trait of the record. Only the modules that put the parts of a
-strategy together (`train/build.py`, `reduction/bucketed.py`) compare names.
+All code that treats strategies differently asks for a trait of the record. Only the module that puts the parts of a
+strategy together, `train/build.py`, compares names.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ class StrategyTraits:
         can_share_gpus: Workers can share a GPU, so that gloo carries what they send.
         keeps_parameter_groups: The optimizer gets the model's parameters, so that it may group them by itself.
         fills_missing_gradients: A missing gradient is replaced by zeros even with one logical worker.
-        has_outer_optimizer: An outer optimizer updates the common state by the averages of the logical workers' states.
         has_partitioned_state: Each rank has a part of the state, so that a copy of the whole is collected for a
             checkpoint.
         has_servers: Parameters and optimizer state are on `train.servers` actors, and workers have no connections to
@@ -71,7 +70,6 @@ class StrategyTraits:
     can_share_gpus: bool = False
     keeps_parameter_groups: bool = False
     fills_missing_gradients: bool = False
-    has_outer_optimizer: bool = False
     has_partitioned_state: bool = False
     has_servers: bool = False
     shards_parameters: bool = False
@@ -111,7 +109,6 @@ STRATEGIES: dict[str, StrategyTraits] = {
         refused_values=(_FP16_SCALES,),
         can_share_gpus=True,
         fills_missing_gradients=True,
-        has_outer_optimizer=True,
         detects_stragglers=True,
     ),
     "parameter_server": StrategyTraits(

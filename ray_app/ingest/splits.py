@@ -324,8 +324,8 @@ def _rename_and_check(table: pa.Table, rename: dict[str, str], refuse: sources.R
         spec = spec_of_field(table.schema.field("label"))
         content = f"has arrays of shape {spec.shape}" if spec is not None else f"is of type {kind}"
         raise DataError(
-            f"the column `label` {content}; allowed are integers. Name a column of strings with the option label"
-            " (csv, jsonl, hf, tfrecord, webdataset), or rename a column of numbers to 'target' for regression."
+            f"the column `label` {content}; allowed are integers. Name a column of strings with the option label,"
+            " or rename a column of numbers to 'target' for regression."
         )
     table = without_rows(table, table["label"].is_null(), refuse, _NO_LABEL)
     if pa.types.is_uint64(kind):

@@ -30,7 +30,7 @@ from ray_app.train.step.micro_batch import Passes, ReplicaBuffers
 from ray_app.train.step.sdc import ComparedWorkers, SdcChecker
 from ray_app.train.step.step import Step, TurnStep
 from ray_app.train.step.step_stats import StepStats, StepTimer
-from ray_app.train.strategies.central_storage import CentralPlacement
+from ray_app.train.strategies.central_storage import CentralBackend
 from ray_app.train.strategies.local_sgd import LocalStep
 
 TrainingStep = Step | TurnStep | LocalStep
@@ -41,13 +41,13 @@ def build_state(config: Config, task: Task, device: torch.device, total_steps: i
     """Returns the training state of the configured strategy, see `TrainingState`."""
     if config.train.strategy == "fsdp":
         # Imported here because it imports much of torch that no other strategy needs.
-        from ray_app.train.strategies.fully_sharded import ShardedPlacement
+        from ray_app.train.strategies.fully_sharded import ShardedBackend
 
-        placement = ShardedPlacement(task.shard_units, config.train, device)
-        return TrainingState(config, task, HOST, total_steps, placement)
+        backend = ShardedBackend(task.shard_units, config.train, device)
+        return TrainingState(config, task, HOST, total_steps, backend)
     if config.train.strategy == "central_storage":
         updates_buffers = type(task).apply_gradients is not Task.apply_gradients
-        return TrainingState(config, task, device, total_steps, CentralPlacement(device, config.train, updates_buffers))
+        return TrainingState(config, task, device, total_steps, CentralBackend(device, config.train, updates_buffers))
     return TrainingState(config, task, device, total_steps)
 
 

@@ -118,14 +118,14 @@ class _Worker:
             self._free_device()
             try:
                 joined = self._membership.generation(self._state.step, broken_since_s is not None)
-                with joined as (world, generation), self._state.sync.bind(world) as world, translate_peer_errors():
+                with joined as (world, generation), self._state.backend.bind(world) as world, translate_peer_errors():
                     self._begin_generation(world, generation, broken_since_s)
                     flags = self._run_generation(world, generation.hosts)
                     is_run_over = not flags & Flags.REFORM
                     if is_run_over:
                         self._step_log.wait_for_parts(world)
                     else:
-                        self._state.sync.end_generation(self._membership.is_draining())
+                        self._state.backend.end_generation(self._membership.is_draining())
                 broken_since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
@@ -201,7 +201,7 @@ class _Worker:
         self._step_log.collect(world)
         self._step_log.commit_parts(world, broken_since_s is not None)
         job, state = self._job, self._state
-        divergent_ranks = state.sync.share(
+        divergent_ranks = state.backend.share(
             world,
             lambda: restore_state(job, state, self._step_log, self._sender, self._device, world),
             was_broken=broken_since_s is not None,
@@ -329,7 +329,7 @@ class _Worker:
         is_snapshot_due = self._job.is_snapshot_due(self._state.step)
         is_requested = bool(result.flags and result.flags & (Flags.STOP | Flags.SAVE))
         if is_planned or is_requested or is_snapshot_due:
-            self._state.sync.collect()
+            self._state.backend.collect()
         if is_planned or is_requested:
             self._step_log.checkpoint(cursor, "cadence" if is_planned else "extra")
         if is_snapshot_due:

@@ -214,11 +214,10 @@ def _shortage(count: str, state: ControllerState) -> str:
 
 def _start(state: ControllerState) -> Start | None:
     """Starts with the ready workers if they are enough; the other pending workers join later."""
-    scaling = state.config.scaling
-    if state.has_worker_group or state.possible < scaling.min_workers:
+    max_workers, min_workers = choose_size(state, state.possible)[0], state.config.scaling.min_workers
+    if state.has_worker_group or max_workers < min_workers:
         return None
-    max_workers = min(state.possible, scaling.worker_limit)
-    workers = min(state.ready, max_workers) if state.ready >= scaling.min_workers else max_workers
+    workers = min(state.ready, max_workers) if state.ready >= min_workers else max_workers
     return Start(workers, workers < max_workers)
 
 
@@ -275,7 +274,7 @@ def _resize(state: ControllerState) -> Resize:
 
 
 def choose_size(state: ControllerState, possible: int) -> tuple[int, str]:
-    """Returns how many workers should train, which is never fewer than now, and the reason.
+    """Returns how many workers should start or train, which is never fewer than now, and the reason.
 
     The worker with the most logical workers determines how long a step takes, so the run grows only if that worker then
     runs fewer of them, at most every `scaling.resize_interval_s`, for which a run below `scaling.min_workers` does not

@@ -179,7 +179,7 @@ class KerasTask(BatchTask):
         is_own = config.optimizer == type(config).optimizer or config.optimizer.class_path == OPTIMIZER
         if not is_own:
             logger.info("optimizer of the configuration overrides the compiled model's optimizer.")
-        facts, has_no_step = self._facts, traits.has_servers or traits.has_outer_optimizer
+        facts, has_no_step = self._facts, traits.has_servers or "local_steps" in traits.train_fields
         callback_fields = self.configuration_fields()
         for name in [*facts.left_out, *(facts.carried if has_no_step else ())]:
             logger.info("The metric %s has no value over the training rows: see docs/start/keras.md.", name)

@@ -64,7 +64,7 @@ def restore_state(
         checkpoint = None
     if in_memory is not None and checkpoint is None:
         snapshot, records = in_memory
-        state.sync.adopt(snapshot)
+        state.backend.adopt(snapshot)
         step_log.add_restored(records)
         put_event(job.paths, "resumed", job.fence, step=state.step, source="snapshot")
         logger.info("The state is restored from the snapshot in memory of step %d.", state.step)
@@ -73,12 +73,12 @@ def restore_state(
         if job.config.run.branch_from is not None:
             raise CheckpointError(f"{job.paths.root} is a branch, and the checkpoint with which it began is missing.")
         if is_sharded and (initial := job.open_initial(world.rank == 0)) is not None:
-            state.sync.adopt(Snapshot(0, initial, {}, None))
+            state.backend.adopt(Snapshot(0, initial, {}, None))
         elif not is_sharded:
             state.initialize(job.read_initial())
         return
     commit, snapshot = checkpoint
-    state.sync.adopt(snapshot)
+    state.backend.adopt(snapshot)
     if world.rank:
         return
     put_event(job.paths, "resumed", job.fence, step=state.step, source="checkpoint", checkpoint_fence=commit.fence)

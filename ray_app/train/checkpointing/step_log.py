@@ -275,7 +275,7 @@ class StepLog:
         self._drop_stored_records()
 
     def checkpoint(self, cursor: Cursor, why: Literal["cadence", "extra"], alone: bool = False) -> None:
-        """Makes a checkpoint of the present state; of a partitioned state `StateSync.collect` has to come before.
+        """Makes a checkpoint of the present state; of a partitioned state `StateBackend.collect` has to come before.
 
         Rank 0 writes it. Some other ranks keep a copy of the state, see `keeps_copies`; if rank 0 is lost before the
         checkpoint is committed, the next rank 0 writes such a copy. Of a sharded state each rank writes its part.

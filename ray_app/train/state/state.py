@@ -1,10 +1,7 @@
 """The training state: model, optimizer, schedule, loss scale, parameter average and the number of finished steps.
 
-`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. It is made of
-parts, of which a strategy chooses two:
-
-- `Placement` says where this rank has the parameters that its optimizer updates. All its methods are local.
-- `StateSync` moves the state between the ranks of a generation. Its methods are the only collectives of a state.
+`TrainingState` is what a step changes, what a checkpoint contains and what a joining worker receives. Its
+`StateBackend`, which the strategy chooses, says where the ranks have it, and moves it between them.
 """
 
 from __future__ import annotations
@@ -73,12 +70,18 @@ class Trainable(Protocol):
         """Updates the parameters, see `Task.apply_gradients`."""
 
 
-class Placement:
-    """Where a rank has the parameters that its optimizer updates: here all of them, in the model that computes.
+class StateBackend:
+    """Where the ranks have a training state, and how it moves between them; here every rank has the whole state.
 
-    Every method is local. With `fsdp` an optimizer that looks at whole parameters communicates by itself.
+    The methods that `TrainingState` calls (`build_model`, `make_master`, `build_optimizer`, `update` and `snapshot`)
+    are local. With `fsdp` an optimizer that looks at whole parameters communicates by itself. All others are
+    collectives of all ranks, unless they are called local; most have nothing to do here.
+
+    Attributes:
+        state: The state, which sets this before it builds its parts.
     """
 
+    state: TrainingState
     builds_anew = False
     """Whether each generation builds the model anew, so that the model of a new state needs no values."""
 
@@ -86,10 +89,6 @@ class Placement:
         """Returns the model that `build` builds; it may be without values, unless it `needs_values`."""
         del needs_values
         return build()
-
-    def make_sync(self, state: TrainingState) -> StateSync:
-        """Returns the `StateSync` of a state with this placement; called once, when the state is complete."""
-        return StateSync(state)
 
     def make_master(self, model: nn.Module, build_model: Callable[[], nn.Module]) -> nn.Module:
         """Returns the model that the optimizer updates; `build_model` builds the model once more."""
@@ -118,19 +117,6 @@ class Placement:
         """Calls `apply`, which updates the parameters of the master model, if this rank updates them."""
         apply()
 
-
-class StateSync:
-    """Moves a training state between the ranks of a generation; here a state of which every rank has the whole.
-
-    Every method is a collective of all ranks, unless it is called local. Most have nothing to do here.
-
-    Args:
-        state: The state.
-    """
-
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
         """Binds the state to the workers of a generation; the block lasts from before `share` to the generation's end.
@@ -157,7 +143,7 @@ class StateSync:
             CheckpointError: No rank has a state that a majority agrees on, nor is there one to restore.
             PeerLostError: A peer left meanwhile.
         """
-        state = self._state
+        state = self.state
         steps, divergent = self._agreed_steps(world, was_broken)
         if max(steps) == NO_STATE:
             if world.rank == 0:
@@ -181,7 +167,7 @@ class StateSync:
 
         All ranks build the same state from the seed, unless the task draws from a generator of its own.
         """
-        state = self._state
+        state = self.state
         checksums = gather((state.step, snapshot_checksum(state.live()) if state.step <= 0 else None), world)
         first_step, first = checksums[0]
         steps = [first_step if (first_step, checksum) == (0, first) else NO_STATE for _, checksum in checksums]
@@ -194,7 +180,7 @@ class StateSync:
 
         Checksums of the parameters take time, so they are compared only after a broken generation.
         """
-        state = self._state
+        state = self.state
         reports = gather((state.step, was_broken), world)
         steps, divergent = [step for step, _ in reports], list[int]()
         if any(broken for _, broken in reports) and steps.count(max(steps)) > 1 and max(steps) > NO_STATE:
@@ -228,15 +214,15 @@ class StateSync:
 
     def snapshot(self, into: Snapshot | None) -> Snapshot:
         """Returns a copy of the state, see `TrainingState.snapshot`; local."""
-        return self._state.copy_to_host(into)
+        return self.state.copy_to_host(into)
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Makes a snapshot the state of this rank, which `share` then gives to the others; local."""
-        self._state.load(snapshot)
+        self.state.load(snapshot)
 
 
 class TrainingState:
-    """The state of a training run in one worker. Only the methods of `sync` communicate with other ranks.
+    """The state of a training run in one worker. Only methods of `backend` communicate with other ranks.
 
     Args:
         config: The run's configuration, which names optimizer and schedule.
@@ -244,13 +230,13 @@ class TrainingState:
         device: Device of the model.
         total_steps: Steps of the run. A schedule with an argument `total_steps` gets this number if the configuration
             does not set the argument.
-        placement: Where this rank has the parameters; None for all parameters in the model.
+        backend: Where the ranks have the state; None for the whole state on every rank.
 
     Attributes:
         device: Device of the model.
         step: Finished steps; `NO_STATE` before a state is loaded or initialized.
         model: The model that computes.
-        master: The model that the optimizer updates: `model` itself, unless the placement has a second model for it.
+        master: The model that the optimizer updates: `model` itself, unless the backend has a second model for it.
         optimizer: The optimizer; with `optimizers` in the configuration the same object as `turns`.
         turns: The optimizers that take turns; None if there is only one optimizer.
         schedule: The schedule of the learning rate, or the schedules of the optimizers that take turns; may be None.
@@ -258,7 +244,6 @@ class TrainingState:
         scale: The loss scale; None unless `train.precision` is `fp16`, or the task has one.
         outer: The outer optimizer of `local_sgd`, which updates the parameters at the end of a round; else None.
         metric_states: The states of metrics over the rows of the epoch so far, see `Task.running_metrics`.
-        sync: Moves the state between ranks.
     """
 
     def __init__(
@@ -267,22 +252,22 @@ class TrainingState:
         task: Trainable,
         device: torch.device,
         total_steps: int,
-        placement: Placement | None = None,
+        backend: StateBackend | None = None,
     ) -> None:
         self._config = config
         self._task = task
         self.device = device
         self._total_steps = total_steps
-        self._placement = placement or Placement()
+        self.backend = backend or StateBackend()
+        self.backend.state = self
         self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.metric_states: list[float] = []
-        self.model, self._frozen_layers = self._build_model(not self._placement.builds_anew)
-        if not self._placement.builds_anew:
+        self.model, self._frozen_layers = self._build_model(not self.backend.builds_anew)
+        if not self.backend.builds_anew:
             self.model.to(device)
-        self.master = self._placement.make_master(self.model, lambda: self._build_model()[0])
+        self.master = self.backend.make_master(self.model, lambda: self._build_model()[0])
         self._build_optimizers()
-        self.sync = self._placement.make_sync(self)
 
     def rebuild(self, prepare: Callable[[nn.Module], None], needs_values: bool) -> None:
         """Frees model and optimizers and builds them anew; `prepare` changes the new model in place before that.
@@ -311,7 +296,7 @@ class TrainingState:
             seed_init(self._config.seed, self.device)
             return make_contiguous(self._task.build_model())
 
-        model = self._placement.build_model(build, needs_values)
+        model = self.backend.build_model(build, needs_values)
         frozen = freeze_parameters(model, self._config.train.freeze or [])
         keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
@@ -323,7 +308,7 @@ class TrainingState:
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
         state = self._task.initial_loss_scale() if isinstance(self._task, Task) else None
         self.scale = LossScale(state) if config.train.precision == "fp16" or state else None
-        has_outer = config.train.strategy_traits.has_outer_optimizer
+        has_outer = "outer_lr" in config.train.strategy_traits.train_fields
         self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
         named, self.turns = dict(model.named_parameters()), None
         self.optimizer: Optimizer
@@ -375,7 +360,7 @@ class TrainingState:
             with explain_constructor(f"{field}.class_path", spec.class_path, args):
                 return optimizer_class(groups, **args)
 
-        optimizer = self._placement.build_optimizer(build, make_groups, named, optimizer_class)
+        optimizer = self.backend.build_optimizer(build, make_groups, named, optimizer_class)
         check_group_options(optimizer, spec.groups or [], f"{field}.groups")
         return optimizer
 
@@ -418,8 +403,8 @@ class TrainingState:
     def eval_model(self) -> Iterator[nn.Module]:
         """Yields the model that is evaluated: with averaged parameters inside the block, if the run averages them.
 
-        The block has to call `sync.broadcast_parameters` before it uses the model. Afterwards the model is in training
-        mode, and the next step has its trained parameters again.
+        The block has to call `backend.broadcast_parameters` before it uses the model. Afterwards the model is in
+        training mode, and the next step has its trained parameters again.
         """
         try:
             average: Any = self.average.in_place() if self.average is not None else nullcontext()
@@ -432,7 +417,7 @@ class TrainingState:
 
     def optimizer_step(self) -> None:
         """Finishes a step: updates the parameters by their gradients, then the average, and advances the schedule."""
-        self._placement.update(self._apply_gradients)
+        self.backend.update(self._apply_gradients)
         self.advance_schedule()
         if self.scale is not None:
             self.scale.update(True)
@@ -470,7 +455,7 @@ class TrainingState:
         Args:
             into: A snapshot that is no longer needed. Its memory may be reused, because new memory is slower to write.
         """
-        return self.sync.snapshot(into)
+        return self.backend.snapshot(into)
 
     def copy_to_host(self, into: Snapshot | None = None) -> Snapshot:
         """Returns a copy of what this rank has of the state, see `snapshot`."""

@@ -430,7 +430,7 @@ class SdcMonitor:
         """Compares the parameters of all workers if that is due after this step; a collective then.
 
         Parameters that differ break the generation; when the next one forms, ranks that differ from the majority get
-        the state of the others, see `StateSync.share`.
+        the state of the others, see `StateBackend.share`.
 
         Raises:
             PeerLostError: The parameters differ, or a peer left meanwhile.

@@ -84,7 +84,7 @@ class Step:
             PeerLostError: A peer left or computed a wrong result; the state is that before the step.
             RayAppError: See `SdcChecker.check`.
         """
-        self.state.sync.broadcast_parameters()
+        self.state.backend.broadcast_parameters()
         self.buffers.begin()
         try:
             # Forward and backward. The reduction begins during the last backward.
@@ -125,7 +125,7 @@ class Step:
             is_first, before = (self.state.step - 1) % self.epoch_steps == 0, self.state.metric_states
             self.state.metric_states, running = self.task.running_metrics(before, result.states, is_first)
             result = result._replace(running=running)
-        self.state.sync.send_replicas()
+        self.state.backend.send_replicas()
         return result
 
     def _run_passes(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int) -> list[DeviceSums | None]:

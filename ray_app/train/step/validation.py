@@ -84,7 +84,7 @@ class Validation:
         section, manifest = job.config.evaluate, job.evaluation.manifest
         local_chunks = []
         with self._state.eval_model() as model:
-            self._state.sync.broadcast_parameters(self._state.average is not None)
+            self._state.backend.broadcast_parameters(self._state.average is not None)
             digest = params_digest(model.state_dict()) if world.rank == 0 else ""
             for chunk in score(
                 job.task,

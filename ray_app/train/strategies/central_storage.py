@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,28 +26,31 @@ from ray_app.reduction.messages import check_errors_on_all_ranks, gather
 from ray_app.reduction.peer_errors import collective, launch_guard
 from ray_app.reduction.world import World
 from ray_app.train.state.parameters import ordered_parameters
-from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
+from ray_app.train.state.state import NO_STATE, StateBackend
 from ray_app.train.state.transfer import page_locked_like, ranks_without_state, transfer_snapshot
 from ray_app.train.step.micro_batch import TensorGroup
 from ray_app.train.strategies.partitioned import PeerReplicas
 
 
-class CentralPlacement(Placement):
-    """The parameters of central storage: `model` is on the device, and the optimizer updates `master` on the host.
+class CentralBackend(StateBackend):
+    """The state of central storage: `model` is on the device, and the optimizer of rank 0 updates `master` on the host.
 
     On ranks other than 0 the master has the parameters from the start of the generation, and the optimizer has no
-    state.
+    state. `collect` leaves a whole copy in the host memory of every rank. The loop calls it at each checkpoint and
+    snapshot, and at the end of a generation that ends as planned. If rank 0 is lost, the ranks continue from the newest
+    whole copy that one of them has. With `train.peer_replica` rank 1 has a newer one.
 
     Args:
         device: Device of the model.
-        train: The section of the configuration; `peer_replica` is read.
+        train: The section of the configuration; with its `peer_replica` rank 0 sends a copy of the state to rank 1
+            after every step.
         updates_buffers: Whether the task may write buffers in an update (averages), so that all ranks need the master's
             buffers.
     """
 
     def __init__(self, device: torch.device, train: TrainSection, updates_buffers: bool) -> None:
         self._device = device
-        self._train = train
+        self._has_peer_replicas = train.peer_replica
         self._updates_buffers = updates_buffers
         # Whether this was rank 0 in its newest generation: only that rank has new parameters and optimizer state.
         self._has_master = False
@@ -58,11 +60,11 @@ class CentralPlacement(Placement):
         self._received = NO_STATE, False
         # Page-locked memory for the gradient of each trained parameter of the master, on rank 0 with a GPU.
         self._gradients: dict[Tensor, Tensor] = {}
-
-    def make_sync(self, state: TrainingState) -> StateSync:
-        """Returns the sync of the state, see `Placement.make_sync`."""
-        self._state = state
-        return CentralSync(state, self, self._train.peer_replica)
+        # Outside of a generation this worker counts as the only one.
+        self._world = World(0, 1, 1)
+        # The newest whole copy that this rank has.
+        self._whole: Snapshot | None = None
+        self._peer_replicas = PeerReplicas()
 
     def make_master(self, model: nn.Module, build_model: Callable[[], nn.Module]) -> nn.Module:
         """Returns a copy of the model in host memory."""
@@ -81,7 +83,7 @@ class CentralPlacement(Placement):
         return master
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Updates the parameters of the master on rank 0, see `Placement.update`."""
+        """Updates the parameters of the master on rank 0, see `StateBackend.update`."""
         if self._has_master:
             self._fetch_gradients()
             if self._updates_buffers:
@@ -92,7 +94,7 @@ class CentralPlacement(Placement):
     def _fetch_gradients(self) -> None:
         """Sets the gradients of the master to those of the model; from a GPU they are copied, and the host waits."""
         kind = kind_of(self._device)
-        for m, p in zip(self._state.master.parameters(), self._state.model.parameters(), strict=True):
+        for m, p in zip(self.state.master.parameters(), self.state.model.parameters(), strict=True):
             if kind.is_host or p.grad is None:
                 m.grad = p.grad
                 continue
@@ -104,21 +106,21 @@ class CentralPlacement(Placement):
 
         Only rank 0 makes such copies, so only its memory is page-locked, and only once.
         """
-        parameters = list(self._state.master.parameters())
+        parameters = list(self.state.master.parameters())
         if kind_of(self._device).is_host or self._gradients or not self._has_master:
             return
         for p, memory in zip(parameters, page_locked_like(parameters), strict=True):
             p.data = memory.copy_(p.data)
-        trained = ordered_parameters(self._state.optimizer)
+        trained = ordered_parameters(self.state.optimizer)
         self._gradients = dict(zip(trained, page_locked_like(trained), strict=True))
 
     @torch.no_grad()
-    def broadcast_parameters(self, world: World, averaged: bool) -> None:
+    def broadcast_parameters(self, averaged: bool = False) -> None:
         """Copies the master's parameters into the model of every rank, unless it has those of the present step.
 
         Buffers are copied, too, if an update may write them. If a peer is lost, the state of rank 0 is unchanged.
         """
-        state = self._state
+        state, world = self.state, self._world
         if self._received == (state.step, averaged):
             return
         self._received = NO_STATE, False
@@ -145,73 +147,38 @@ class CentralPlacement(Placement):
             buffers.copy(sent)
         self._received = state.step, averaged
 
-    def whole_copy(self) -> Snapshot | None:
+    def _whole_copy(self) -> Snapshot | None:
         """Returns a copy of the whole state on rank 0, None on other ranks."""
         if not self._has_master:
             return None
         self._take_buffers()
-        return self._state.copy_to_host()
-
-    def part(self) -> Any:
-        """Returns the fields of the whole state on rank 0; its tensors are no copies."""
-        self._take_buffers()
-        return vars(self._state.live())
+        return self.state.copy_to_host()
 
     @torch.no_grad()
     def _take_buffers(self) -> None:
         """Copies the buffers of the model to the master, unless the buffers of the master are newer."""
         if self._has_newer_buffers:
             return
-        for target, source in zip(self._state.master.buffers(), self._state.model.buffers(), strict=True):
+        for target, source in zip(self.state.master.buffers(), self.state.model.buffers(), strict=True):
             target.copy_(source)
 
-    def gather(self, world: World) -> Snapshot:
-        """Gives every rank a copy of the state of rank 0, in host memory; a collective."""
-        whole = transfer_snapshot(self.whole_copy(), world, 0, range(1, world.size))
-        assert whole is not None
-        return whole
-
-    def load(self, whole: Snapshot, world: World) -> None:
+    def _load(self, whole: Snapshot) -> None:
         """Loads a whole copy, on ranks other than 0 without the optimizer's state."""
-        self._has_master, self._has_newer_buffers = world.rank == 0, False
+        self._has_master, self._has_newer_buffers = self._world.rank == 0, False
         self._lock_pages()
         if not self._has_master:
             # The schedule advances without the optimizer, for which torch would print a warning.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-        state = self._state
+        state = self.state
         optimizer = copy.deepcopy({**whole.optimizer, "state": whole.optimizer["state"] if self._has_master else {}})
         state.load(replace(whole, optimizer=optimizer, schedule=copy.deepcopy(whole.schedule)))
         state.model.load_state_dict(state.master.state_dict())
         self._received = state.step, False
         state.train()
 
-
-class CentralSync(StateSync):
-    """The sync of a state of which rank 0 has the optimizer.
-
-    `collect` leaves a whole copy in the host memory of every rank. The loop calls it at each checkpoint and snapshot,
-    and at the end of a generation that ends as planned. If rank 0 is lost, the ranks continue from the newest whole
-    copy that one of them has. With `train.peer_replica` rank 1 has a newer one.
-
-    Args:
-        state: The state.
-        placement: This rank's part of it.
-        has_peer_replicas: Whether rank 0 sends a copy of the state to rank 1 after every step.
-    """
-
-    def __init__(self, state: TrainingState, placement: CentralPlacement, has_peer_replicas: bool) -> None:
-        super().__init__(state)
-        self._placement = placement
-        self._has_peer_replicas = has_peer_replicas
-        # Outside of a generation this worker counts as the only one.
-        self._world = World(0, 1, 1)
-        # The newest whole copy that this rank has.
-        self._whole: Snapshot | None = None
-        self._peer_replicas = PeerReplicas()
-
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to a generation, see `StateSync.bind`.
+        """Binds the state to a generation, see `StateBackend.bind`.
 
         If the generation breaks, this rank returns to the newest state that it can restore without other ranks.
         """
@@ -221,54 +188,53 @@ class CentralSync(StateSync):
         except PeerLostError:
             # A rank with the whole state of the present step loses no step. If it has to leave before the next
             # generation forms, it saves this copy, without a group.
-            self._whole = self._placement.whole_copy() or self._whole
-            self._state.step = self._whole.step if self._whole is not None else NO_STATE
+            self._whole = self._whole_copy() or self._whole
+            self.state.step = self._whole.step if self._whole is not None else NO_STATE
             raise
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
-        """Gives every rank the newest whole copy and loads it, see `StateSync.share`.
+        """Gives every rank the newest whole copy and loads it, see `StateBackend.share`.
 
         The ranks do not compare their copies, because a whole copy is kept only after all ranks have checked for
         errors. So no rank is divergent.
         """
         del was_broken
-        newest = self._peer_replicas.newest(world, self._state.step)
+        newest = self._peer_replicas.newest(world, self.state.step)
         if newest is not None and newest[1] == [world.rank]:
             self.adopt(Snapshot(**self._peer_replicas.parts_of(newest[0])[0].unpack()))
-        steps = gather(self._state.step, world)
+        steps = gather(self.state.step, world)
         if max(steps) == NO_STATE and world.rank == 0:
             restore()
         source = steps.index(max(steps))
         if world.rank == source:
             # Before the first generation the whole state is here.
-            self._whole = self._placement.whole_copy() or self._whole or self._state.copy_to_host()
+            self._whole = self._whole_copy() or self._whole or self.state.copy_to_host()
         whole = transfer_snapshot(self._whole, world, source, ranks_without_state(steps, source))
         assert whole is not None
         self.adopt(whole)
-        self._placement.load(whole, world)
+        self._load(whole)
         self._peer_replicas.clear()
         return []
-
-    def broadcast_parameters(self, averaged: bool = False) -> None:
-        """Gives the model of every rank the parameters, see `StateSync.broadcast_parameters`."""
-        self._placement.broadcast_parameters(self._world, averaged)
 
     def send_replicas(self) -> None:
         """Copies the state of rank 0 to rank 1, with `train.peer_replica`."""
         if self._has_peer_replicas and self._world.size > 1:
-            part = self._placement.part() if self._world.rank == 0 else None
-            self._peer_replicas.store(self._state.step, part, self._world, owners=1)
+            part = None
+            if self._world.rank == 0:
+                self._take_buffers()
+                part = vars(self.state.live())
+            self._peer_replicas.store(self.state.step, part, self._world, owners=1)
 
     def collect(self) -> None:
-        """Collects a whole copy on every rank, unless they have one of this step already, see `StateSync.collect`."""
-        if self._whole is None or self._whole.step != self._state.step:
+        """Collects a whole copy on every rank, unless they have one of this step, see `StateBackend.collect`."""
+        if self._whole is None or self._whole.step != self.state.step:
             with collective():
-                whole = self._placement.gather(self._world)
+                whole = transfer_snapshot(self._whole_copy(), self._world, 0, range(1, self._world.size))
             check_errors_on_all_ranks(self._world)
             self._whole = whole
 
     def end_generation(self, leaves: bool) -> None:
-        """Collects a whole copy on every rank, see `StateSync.end_generation`."""
+        """Collects a whole copy on every rank, see `StateBackend.end_generation`."""
         del leaves
         self.collect()
 
@@ -279,12 +245,12 @@ class CentralSync(StateSync):
         """
         del into
         assert self._whole is not None, "share has made it"
-        assert self._whole.step == self._state.step, "collect has made it"
+        assert self._whole.step == self.state.step, "collect has made it"
         return self._whole
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Keeps a snapshot as the whole copy of this rank; `share` sends it to the others and loads it."""
-        self._whole, self._state.step = snapshot, snapshot.step
+        self._whole, self.state.step = snapshot, snapshot.step
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -1,10 +1,10 @@
 """The fully sharded strategy: every rank has a shard of each parameter and of its optimizer state (FSDP2).
 
-`ShardedPlacement` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and
-loads its rows of each tensor into it. No rank ever has the whole state: `ShardedSync` moves rows from rank to rank, and
-checkpoints are written and read in parts. `ShardedPasses` makes the same number of
-passes on all ranks, because every pass gathers the parameters from all ranks. `StateShards` and `PiecewiseKernels` let
-optimizers update a rank's shards as plain tensors, with results that are bit-identical to those on whole parameters.
+`ShardedBackend` builds the model anew for each generation, shards it over the ranks (`torch.distributed.fsdp`) and
+loads its rows of each tensor into it. No rank ever has the whole state: rows move from rank to rank, and checkpoints
+are written and read in parts. `ShardedPasses` makes the same number of passes on all ranks, because every pass gathers
+the parameters from all ranks. `StateShards` and `PiecewiseKernels` let optimizers update a rank's shards as plain
+tensors, with results that are bit-identical to those on whole parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from ray_app.task.losses import DeviceSums, Losses
 from ray_app.torch_private import FUSED_KERNELS, wrap_shard
 from ray_app.train.process_group import open_group_of_one
 from ray_app.train.state.parameters import match_initial_parameters, ordered_parameters
-from ray_app.train.state.state import NO_STATE, Placement, StateSync, TrainingState
+from ray_app.train.state.state import NO_STATE, StateBackend
 from ray_app.train.state.transfer import copy_to_host, is_small
 from ray_app.train.step.micro_batch import Passes
 from ray_app.train.strategies.partitioned import PeerReplicas, PeerTensor, read_rows, read_whole
@@ -283,10 +283,13 @@ def _cut_piece(value: Tensor, piece: Piece, copies_back: list[tuple[Tensor, Tens
     return block
 
 
-class ShardedPlacement(Placement):
-    """The parameters of the fully sharded strategy: in each generation a rank has its shard of each.
+class ShardedBackend(StateBackend):
+    """The state of the fully sharded strategy: in each generation a rank has a shard of every parameter.
 
-    The state has to be made on the CPU, because the memory of a device may be too small for the whole model.
+    The state has to be made on the CPU, because the memory of a device may be too small for the whole model. At the end
+    of a generation that ends as planned, every rank keeps a copy of its part, and a rank that leaves sends its copy to
+    one that stays. If a peer is lost, the ranks return to the newest committed checkpoint. With `train.peer_replica`
+    every rank also keeps the part of the rank before it after every step, and they continue from these.
 
     Args:
         units: Returns the submodules of a model that are FSDP units, see `shard_model`.
@@ -302,17 +305,19 @@ class ShardedPlacement(Placement):
         self._units = units
         self._train = train
         self._device = device
+        # Outside of a generation this worker counts as the only one.
+        self._world = World(0, 1, 1)
+        # The state that `restore` has opened.
+        self._opened: Snapshot | None = None
+        # The steps of the last two checkpoints. The first of them is on storage when the second is made.
+        self._checkpoint_steps = deque([NO_STATE], maxlen=2)
+        self._replicas = PeerReplicas()
 
     def build_model(self, build: Callable[[], nn.Module], needs_values: bool) -> nn.Module:
-        """Returns a model that takes little memory, see `Placement.build_model`."""
+        """Returns a model that takes little memory, see `StateBackend.build_model`."""
         model = None if needs_values else build_without_values(build)
         with MappedInit():  # type: ignore[no-untyped-call]
             return model or build()
-
-    def make_sync(self, state: TrainingState) -> StateSync:
-        """Returns the sync of the state, see `Placement.make_sync`."""
-        self._state = state
-        return ShardedSync(state, self, self._train.peer_replica)
 
     def build_optimizer(
         self,
@@ -334,24 +339,11 @@ class ShardedPlacement(Placement):
         return optimizer
 
     def update(self, apply: Callable[[], None]) -> None:
-        """Updates the shards, see `Placement.update`."""
+        """Updates the shards, see `StateBackend.update`."""
         with self._shards.piecewise_kernels():
             apply()
 
-    @contextmanager
-    def open_group(self, world: World) -> Iterator[World]:
-        """Yields the workers with the assignment of logical workers that `exact` needs.
-
-        A single worker has no process group, but FSDP needs one, so it gets one inside the block.
-        """
-        world = replace(world, strided=self._train.reduction == "exact")
-        if world.size > 1:
-            yield world
-            return
-        with open_group_of_one(self._device, self._train.backend):
-            yield world
-
-    def part(self, world: World) -> Snapshot:
+    def _part(self) -> Snapshot:
         """Returns the part of the state that this rank has, with `make_rows` in place of each shard; it is no copy.
 
         A large tensor that is not sharded is in the part of rank 0.
@@ -360,18 +352,18 @@ class ShardedPlacement(Placement):
         def divide(path: str, value: Tensor) -> Any:
             del path
             if isinstance(value, DTensor):
-                rows = shard_rows(value.shape[0], world.rank, world.size)
+                rows = shard_rows(value.shape[0], self._world.rank, self._world.size)
                 return make_rows(value.to_local().detach(), rows.start, value.shape)
             if is_small(value):
                 return value
-            return make_rows(value if world.rank == 0 else value[:0], 0, value.shape)
+            return make_rows(value if self._world.rank == 0 else value[:0], 0, value.shape)
 
-        live = self._state.live()
-        state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self._state.optimizer)
+        live = self.state.live()
+        state, parameters = live.optimizer["state"], self._shards.sharded_parameters_of(self.state.optimizer)
         live.optimizer["state"] = {i: _wrap_shards(values, parameters[i]) for i, values in state.items()}
-        return replace(Snapshot(**map_tensors(vars(live), divide)), part=(world.rank, world.size))
+        return replace(Snapshot(**map_tensors(vars(live), divide)), part=(self._world.rank, self._world.size))
 
-    def load(self, source: Snapshot | None, world: World) -> None:
+    def _load(self, source: Snapshot | None, world: World) -> None:
         """Builds the model anew, shards it over the ranks and loads this rank's rows of a state; a collective.
 
         Args:
@@ -394,24 +386,24 @@ class ShardedPlacement(Placement):
         # The shards of the last generation are freed with its model.
         vars(self).pop("_shards", None)
         # A loss of the task may lack initial parameters.
-        self._state.rebuild(shard, needs_values=not source.optimizer if source is not None else world.rank == 0)
+        self.state.rebuild(shard, needs_values=not source.optimizer if source is not None else world.rank == 0)
         source = source or Snapshot(0, built, {}, None)
-        parameters: dict[str, Any] = dict(self._state.model.named_parameters(remove_duplicate=False))
+        parameters: dict[str, Any] = dict(self.state.model.named_parameters(remove_duplicate=False))
         if not source.optimizer:
-            live = self._state.live()
-            initial = match_initial_parameters(self._state.model, source.model, self._train.init_from)
+            live = self.state.live()
+            initial = match_initial_parameters(self.state.model, source.model, self._train.init_from)
             model = self._read_by_name(initial, parameters, world)
-            extra_state = {**live.extra_state, **({"parameters": model} if self._state.average is not None else {})}
-            self._state.load(replace(live, step=0, model=model, extra_state=extra_state))
+            extra_state = {**live.extra_state, **({"parameters": model} if self.state.average is not None else {})}
+            self.state.load(replace(live, step=0, model=model, extra_state=extra_state))
             return
-        trained = self._shards.sharded_parameters_of(self._state.optimizer)
+        trained = self._shards.sharded_parameters_of(self.state.optimizer)
         model = self._read_by_name(source.model, parameters, world)
         state = {i: self._read_values(values, trained[i], world) for i, values in source.optimizer["state"].items()}
         extra_state = dict(source.extra_state)
         if "parameters" in extra_state:
             extra_state["parameters"] = self._read_by_name(extra_state["parameters"], parameters, world)
         optimizer, schedule = {**source.optimizer, "state": state}, copy.deepcopy(source.schedule)
-        self._state.load(replace(source, model=model, optimizer=optimizer, schedule=schedule, extra_state=extra_state))
+        self.state.load(replace(source, model=model, optimizer=optimizer, schedule=schedule, extra_state=extra_state))
 
     def _read_by_name(
         self, values: Mapping[str, Any], parameters: Mapping[str, Any], world: World
@@ -436,76 +428,22 @@ class ShardedPlacement(Placement):
                 read[name] = read_whole(value, world)
         return read
 
-
-def _values_of_rank_0(model: nn.Module, world: World) -> dict[str, Any]:
-    """Returns the values with which rank 0 has built a model, by name and for `read_rows`; a collective."""
-    values: dict[str, Any] = model.state_dict()
-    small = gather({name: v for name, v in values.items() if is_small(v) and world.rank == 0}, world)[0]
-    local = {name: {0: v} if world.rank == 0 else {} for name, v in values.items()}
-    return {
-        name: small[name] if name in small else PeerTensor(v.dtype, v.shape, [(0, len(v), 0)], local[name])
-        for name, v in values.items()
-    }
-
-
-def _read_shard(value: Any, parameter: DTensor, world: World) -> Any:
-    """Returns this rank's shard of a tensor of the shape of a parameter, in memory of its own."""
-    if isinstance(value, DTensor):
-        return value
-    rows = [shard_rows(parameter.shape[0], rank, world.size) for rank in range(world.size)]
-    return wrap_shard(read_rows(value, rows, world).to(parameter.to_local().device), parameter)
-
-
-def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
-    """Returns the optimizer state of a parameter with a sharded tensor (`DTensor`) in place of each plain shard."""
-    if not isinstance(parameter, DTensor):
-        return values
-    shape = parameter.to_local().shape
-    is_shard = {
-        name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
-    }
-    return {name: wrap_shard(v, parameter) if is_shard[name] else v for name, v in values.items()}
-
-
-class ShardedSync(StateSync):
-    """The sync of a state of which each rank has a shard of every parameter.
-
-    At the end of a generation that ends as planned, every rank keeps a copy of its part, and a rank that leaves sends
-    its copy to one that stays. If a peer is lost, the ranks return to the newest committed checkpoint. With
-    `train.peer_replica` every rank also keeps the part of the rank before it after every step, and they continue from
-    these.
-
-    Args:
-        state: The state.
-        placement: This rank's part of it.
-        has_peer_replicas: Whether ranks exchange copies of their parts.
-    """
-
-    def __init__(self, state: TrainingState, placement: ShardedPlacement, has_peer_replicas: bool) -> None:
-        super().__init__(state)
-        self._placement = placement
-        self._has_peer_replicas = has_peer_replicas
-        # Outside of a generation this worker counts as the only one.
-        self._world = World(0, 1, 1)
-        # The state that `restore` has opened.
-        self._opened: Snapshot | None = None
-        # The steps of the last two checkpoints. The first of them is on storage when the second is made.
-        self._checkpoint_steps = deque([NO_STATE], maxlen=2)
-        self._replicas = PeerReplicas()
-
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
-        """Binds the state to a generation, see `StateSync.bind`.
+        """Binds the state to a generation, with the assignment that `exact` needs, see `StateBackend.bind`.
 
         If the generation breaks, the step of this rank becomes that of a state to which the ranks can return. It must
         not be a later one, because the step watchdog counts only steps after it.
         """
+        self._world = replace(world, strided=self._train.reduction == "exact")
+        # A single worker has no process group, but FSDP needs one.
+        is_alone = world.size == 1
         try:
-            with self._placement.open_group(world) as self._world:
+            with open_group_of_one(self._device, self._train.backend) if is_alone else nullcontext():
                 yield self._world
         except PeerLostError:
             step = self._replicas.newest_step
-            self._state.step = self._checkpoint_steps[0] if step is None else step
+            self.state.step = self._checkpoint_steps[0] if step is None else step
             raise
 
     def share(self, world: World, restore: Callable[[], None], was_broken: bool = False) -> list[int]:
@@ -519,9 +457,9 @@ class ShardedSync(StateSync):
         if source is None:
             restore()
             source = self._opened
-        self._placement.load(source, world)
+        self._load(source, world)
         if self._opened is not None or self._checkpoint_steps[0] == NO_STATE:
-            self._checkpoint_steps = deque([self._state.step if self._opened is not None else 0], maxlen=2)
+            self._checkpoint_steps = deque([self.state.step if self._opened is not None else 0], maxlen=2)
         self._opened = None
         # A rank needs no copies any more when all ranks have their rows.
         gather(None, world)
@@ -571,28 +509,57 @@ class ShardedSync(StateSync):
 
     def send_replicas(self) -> None:
         """Copies the part of each rank to the next rank, with `train.peer_replica`."""
-        if self._has_peer_replicas and self._world.size > 1:
-            part = vars(self._placement.part(self._world))
-            self._replicas.store(self._state.step, part, self._world, self._world.size)
+        if self._train.peer_replica and self._world.size > 1:
+            part = vars(self._part())
+            self._replicas.store(self.state.step, part, self._world, self._world.size)
 
     def collect(self) -> None:
-        """Checks that the state of every rank is complete, so that each can copy its part, see `StateSync.collect`."""
+        """Checks that the state of every rank is complete, so that each can copy its part."""
         check_errors_on_all_ranks(self._world)
 
     def end_generation(self, leaves: bool) -> None:
-        """Keeps a copy of this rank's part for the next generation, see `StateSync.end_generation`."""
+        """Keeps a copy of this rank's part for the next generation, see `StateBackend.end_generation`."""
         self.collect()
         leaving = [rank for rank, has_to_leave in enumerate(gather(leaves, self._world)) if has_to_leave]
         if len(leaving) < self._world.size:
-            part = vars(self._placement.part(self._world))
-            self._replicas.keep_for_next(self._state.step, part, self._world, leaving)
+            part = vars(self._part())
+            self._replicas.keep_for_next(self.state.step, part, self._world, leaving)
 
     def snapshot(self, into: Snapshot | None) -> Snapshot:
         """Returns a copy of this rank's part of the state."""
-        self._checkpoint_steps.append(self._state.step)
-        part = self._placement.part(self._world)
-        return Snapshot(**copy_to_host(vars(part), vars(into) if into is not None else None))
+        self._checkpoint_steps.append(self.state.step)
+        return Snapshot(**copy_to_host(vars(self._part()), vars(into) if into is not None else None))
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Makes a snapshot the state of which `share` loads this rank's rows; all ranks have to call it."""
-        self._opened, self._state.step = snapshot, snapshot.step
+        self._opened, self.state.step = snapshot, snapshot.step
+
+
+def _values_of_rank_0(model: nn.Module, world: World) -> dict[str, Any]:
+    """Returns the values with which rank 0 has built a model, by name and for `read_rows`; a collective."""
+    values: dict[str, Any] = model.state_dict()
+    small = gather({name: v for name, v in values.items() if is_small(v) and world.rank == 0}, world)[0]
+    local = {name: {0: v} if world.rank == 0 else {} for name, v in values.items()}
+    return {
+        name: small[name] if name in small else PeerTensor(v.dtype, v.shape, [(0, len(v), 0)], local[name])
+        for name, v in values.items()
+    }
+
+
+def _read_shard(value: Any, parameter: DTensor, world: World) -> Any:
+    """Returns this rank's shard of a tensor of the shape of a parameter, in memory of its own."""
+    if isinstance(value, DTensor):
+        return value
+    rows = [shard_rows(parameter.shape[0], rank, world.size) for rank in range(world.size)]
+    return wrap_shard(read_rows(value, rows, world).to(parameter.to_local().device), parameter)
+
+
+def _wrap_shards(values: dict[str, Any], parameter: Any) -> dict[str, Any]:
+    """Returns the optimizer state of a parameter with a sharded tensor (`DTensor`) in place of each plain shard."""
+    if not isinstance(parameter, DTensor):
+        return values
+    shape = parameter.to_local().shape
+    is_shard = {
+        name: isinstance(v, Tensor) and not isinstance(v, DTensor) and v.shape == shape for name, v in values.items()
+    }
+    return {name: wrap_shard(v, parameter) if is_shard[name] else v for name, v in values.items()}

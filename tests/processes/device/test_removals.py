@@ -133,7 +133,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("devices", "DeviceKind.synchronize_stream", "self.current_stream(device).synchronize()"): copy_state,
     Site(
         "train.strategies.central_storage",
-        "CentralPlacement._fetch_gradients",
+        "CentralBackend._fetch_gradients",
         "kind.synchronize_stream(self._device)",
     ): Case("central_storage", 1),
     Site("train.step.step_stats", "StepTimer.begin", "self._events[0].record()"): Case("ddp", 2),

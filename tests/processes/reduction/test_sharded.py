@@ -79,7 +79,7 @@ def test_overlapped_reduction_is_close_to_ddp_on_any_workers_and_after_a_resume(
     state = TrainingState(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields).config, job.task, CPU, job.total_steps
     )
-    state.sync.adopt(partial_run.snapshot)
+    state.backend.adopt(partial_run.snapshot)
     assert params_digest(state.snapshot().model) == partial_run.commit.params_digest, (
         "a checkpoint of shards differs after it is loaded with ddp"
     )
@@ -342,8 +342,8 @@ def state_after_a_step(
     set_up_torch(job.config, device)
     world = World(rank, size, job.plan.logical_workers)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with LocalMembership(world, store).generation(-1, False), state.sync.bind(world) as world:
-        state.sync.share(world, lambda: state.initialize(None))
+    with LocalMembership(world, store).generation(-1, False), state.backend.bind(world) as world:
+        state.backend.share(world, lambda: state.initialize(None))
         step = build_step(job, state, world, device, lambda phase: None)
         feed = Feed(job.plan, lambda cursor, assigned: cache_windows(job, cursor, assigned), device)
         feed.seek(Cursor(), world.assigned)
@@ -469,7 +469,7 @@ def test_the_group_of_a_single_worker_is_bound_to_its_device(
     monkeypatch.setattr(dist, "init_process_group", lambda name, **options: groups.append((name, options["device_id"])))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     state = build_state(job.config, job.task, device, job.total_steps)
-    with pytest.raises(KilledError), state.sync.bind(World(0, 1, 2)):
+    with pytest.raises(KilledError), state.backend.bind(World(0, 1, 2)):
         raise KilledError("made")
     assert groups == [expected]
 
@@ -498,9 +498,9 @@ def record_locks_of_a_step(rank: int, store: Path, job: Job) -> dict[str, set[bo
     membership = LocalMembership(World(rank, 2, 4), store)
     with (
         membership.generation(0, False) as (new_world, _),
-        state.sync.bind(replace(new_world, has_device_collectives=True)) as world,
+        state.backend.bind(replace(new_world, has_device_collectives=True)) as world,
     ):
-        state.sync.share(world, lambda: state.initialize(None))
+        state.backend.share(world, lambda: state.initialize(None))
         cursor = Cursor.at(0, job.plan.steps_per_epoch)
         with (
             closing(build_step(job, state, world, CPU, lambda phase: None)) as step,

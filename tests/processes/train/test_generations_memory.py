@@ -24,7 +24,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.step import Step
-from ray_app.train.strategies.fully_sharded import ShardedPlacement
+from ray_app.train.strategies.fully_sharded import ShardedBackend
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 from tests.support.shifting_world import KillOnce, train_shifting
 
@@ -88,7 +88,7 @@ def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[i
     """Returns how many shards of the former generation are alive when each of two generations allocates its own."""
     del rank, store
     state = build_state(job.config, job.task, CPU, job.total_steps)
-    assert isinstance(state._placement, ShardedPlacement)
+    assert isinstance(state.backend, ShardedBackend)
     shards = list[Any]()
     alive_counts = list[int]()
     build_model = state._build_model
@@ -100,8 +100,8 @@ def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[i
     state._build_model = count_and_build
     for breaks_now in (breaks, False):
         try:
-            with state.sync.bind(World(0, 1, 2)) as world:
-                state.sync.share(world, lambda: state.initialize(None))
+            with state.backend.bind(World(0, 1, 2)) as world:
+                state.backend.share(world, lambda: state.initialize(None))
                 shards = step_once(job, state, world)
                 if breaks_now:
                     raise PeerLostError("a peer left in the middle of a step")

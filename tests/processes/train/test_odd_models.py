@@ -298,18 +298,18 @@ def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_
     """A generation ends as planned between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = build_state(job.config, job.task, torch.device("cpu"), job.total_steps)
-    sync: Any = state.sync
+    backend: Any = state.backend
     world = World(0, 1, 1)
-    sync.share(world, lambda: state.initialize(None))
+    backend.share(world, lambda: state.initialize(None))
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
         if resize_at and step == resize_at:
-            sync._whole = None
-            sync.collect()
-            sync.share(world, lambda: None)
-        sync.broadcast_parameters()
+            backend._whole = None
+            backend.collect()
+            backend.share(world, lambda: None)
+        backend.broadcast_parameters()
         torch.manual_seed(step)
         images = torch.rand(6, 1, 8, 8)
         for model in (state.model, plain):
@@ -318,8 +318,8 @@ def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_
             model(images).square().mean().backward()
         state.optimizer_step()
         job.task.apply_gradients(plain, optimizer)
-    sync._whole = None
-    sync.collect()
+    backend._whole = None
+    backend.collect()
     trained = state.snapshot().model
     assert all(trained[name].equal(value) for name, value in plain.state_dict().items())
 

@@ -15,7 +15,6 @@ from ray_app.config.strategies import STRATEGIES, StrategyName, StrategyTraits, 
 from ray_app.preflight.prepare import check_task
 from tests.support.paths import ROOT
 
-FACTORIES = {"train/build.py"}
 COMPARISON = re.compile(r"strategy (?:==|!=|in|not in) [\"(\[{]")
 
 
@@ -44,7 +43,7 @@ def test_only_factories_compare_names_of_strategies() -> None:
         for path in package.rglob("*.py")
         if COMPARISON.search(" ".join(path.read_text().split()))
     }
-    assert comparing == FACTORIES
+    assert comparing == {"train/build.py"}
 
 
 def test_names_of_strategies_are_listed_as_text() -> None:

@@ -12,6 +12,7 @@ from ray_app.config.rules import Rule, find_broken_rules
 from ray_app.errors import ConfigError
 from ray_app.ingest.ingest import READERS, ingest
 from ray_app.ingest.options import RULES, FormatTraits, IngestOptions, Source
+from tests.support.ingest_sources import OBJECTS, SOURCES
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("new_classes", {"append": True, "new_classes": True}, {"append": False}),
@@ -67,7 +68,7 @@ def test_each_rule_has_a_combination_that_breaks_it() -> None:
 
 
 def test_each_source_has_a_reader() -> None:
-    assert set(get_args(Source)) == {*READERS, "parquet"}
+    assert set(get_args(Source)) == {*READERS, "parquet"} == {"digits", *(n.split(",")[0] for n in SOURCES | OBJECTS)}
     described = inspect.getdoc(IngestOptions) or ""
     assert [source for source in get_args(Source) if f"{source}: " not in described] == []
 

@@ -21,7 +21,7 @@ from ray_app.devices import HOST
 from ray_app.errors import DataError
 from ray_app.reduction.reducer import gradient_norms, scale_and_clip
 from ray_app.reduction.tree import TreeSum, tree_parents
-from ray_app.train.state.state import Placement, TrainingState
+from ray_app.train.state.state import StateBackend, TrainingState
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
 
@@ -60,8 +60,8 @@ class ParameterServer:
         snapshot = unpack(files)
         trained = snapshot.extra_state.get("parameters", snapshot.model)
         task = _ServerTask([trained[str(i)] for i in range(len(trained))])
-        placement = _ServerPlacement([group["params"] for group in snapshot.optimizer["param_groups"]])
-        self._state = TrainingState(self._config, task, HOST, self._total_steps, placement)
+        backend = _ServerBackend([group["params"] for group in snapshot.optimizer["param_groups"]])
+        self._state = TrainingState(self._config, task, HOST, self._total_steps, backend)
         self._state.load(snapshot)
         self._parameters: list[Tensor] = list(self._state.model.parameters())
         self._buffers = buffers
@@ -200,8 +200,8 @@ class _StepGradients:
 _NO_GRADIENTS = _StepGradients(TreeSum({}))
 
 
-class _ServerPlacement(Placement):
-    """The placement of a server's part, in the parameter groups of the whole model; some may have no parameter here.
+class _ServerBackend(StateBackend):
+    """The backend of a server's part, in the parameter groups of the whole model; some may have no parameter here.
 
     Args:
         members: The numbers of the parameters of each group.
@@ -217,7 +217,7 @@ class _ServerPlacement(Placement):
         named: Mapping[str, nn.Parameter],
         optimizer_class: type[Optimizer],
     ) -> Optimizer:
-        """Returns the optimizer with these groups, see `Placement.build_optimizer`."""
+        """Returns the optimizer with these groups, see `StateBackend.build_optimizer`."""
         del make_groups, optimizer_class
         parameters = list(named.values())
         return build([{"params": [parameters[i] for i in members]} for members in self._members], True)

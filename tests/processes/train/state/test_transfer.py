@@ -124,7 +124,7 @@ def share_with_joining_rank(rank: int, store: Path, megabytes: int) -> float:
     silence = [0.0]
     world = World(rank, 2, 2)
     with LocalMembership(world, store).generation(0, False), longest_silence(silence):
-        state.sync.share(world, lambda: None)
+        state.backend.share(world, lambda: None)
     assert state.step == 0
     for number, p in enumerate(state.model.parameters()):
         assert bool((p == number + 0.5).all())

@@ -543,7 +543,7 @@ def share_highest_state(rank: int, store: Path, highest: int) -> tuple[int, str,
                 p.grad = torch.ones_like(p)
             state.optimizer.step()
     with LocalMembership(World(rank, 3, 3), store).generation(0, False) as (world, _):
-        state.sync.share(world, never)
+        state.backend.share(world, never)
     return (
         state.step,
         params_digest(state.model.state_dict()),

@@ -27,7 +27,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.transfer import transfer_snapshot
 from ray_app.train.strategies import central_storage
-from ray_app.train.strategies.central_storage import CentralPlacement
+from ray_app.train.strategies.central_storage import CentralBackend
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -203,8 +203,8 @@ def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]
     def start_run() -> None:
         state.step = 0
 
-    with LocalMembership(world, store).generation(-1, False), state.sync.bind(world):
-        state.sync.share(world, start_run)
+    with LocalMembership(world, store).generation(-1, False), state.backend.bind(world):
+        state.backend.share(world, start_run)
         step = build_step(job, state, world, CPU, lambda phase: None)
         feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
         for i in range(2):
@@ -212,9 +212,9 @@ def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]
         on_device = {p.data_ptr() for p in state.model.parameters()}
         on_host = {p.data_ptr() for p in state.master.parameters()}
         with state.eval_model() as model:
-            state.sync.broadcast_parameters(averaged=True)
+            state.backend.broadcast_parameters(averaged=True)
             evaluated_digest = params_digest(model.state_dict())
-        state.sync.collect()
+        state.backend.collect()
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
             "evaluated": evaluated_digest,
@@ -270,21 +270,21 @@ def test_only_the_rank_that_updates_parameters_page_locks_its_memory(
     """The memory is page-locked once in the life of a worker, however often generations form."""
     job = central_job(tmp_path / "run", data)
     state, locked_sizes = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
-    placement: Any = state._placement
-    assert isinstance(placement, CentralPlacement)
+    backend: Any = state.backend
+    assert isinstance(backend, CentralBackend)
     monkeypatch.setattr(
         central_storage,
         "page_locked_like",
         lambda tensors: [locked_sizes.append(t.numel()) or torch.empty_like(t) for t in tensors],
     )
     before = params_digest(state.master.state_dict())
-    placement._lock_pages()
-    placement._device, placement._has_master = torch.device("cuda", 0), False
-    placement._lock_pages()
+    backend._lock_pages()
+    backend._device, backend._has_master = torch.device("cuda", 0), False
+    backend._lock_pages()
     assert not locked_sizes, "memory was page-locked on a CPU, or on a rank without master parameters"
-    placement._has_master = True
+    backend._has_master = True
     for _ in range(2):
-        placement._lock_pages()
+        backend._lock_pages()
     sizes = [p.numel() for p in state.master.parameters()]
     assert locked_sizes == [*sizes, *sizes], "not exactly parameters and gradients were page-locked"
     assert params_digest(state.master.state_dict()) == before
