@@ -79,11 +79,11 @@ class OneWorker:
     def report_progress(self) -> None:
         """See `Membership.report_progress`."""
 
-    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
+    def report(self, step: int, record: StepRecord | None, stored_step: int) -> None:
         """See `Membership.report`."""
 
-    def recorded(self) -> int:
-        """See `Membership.recorded`."""
+    def stored_step(self) -> int:
+        """See `Membership.stored_step`."""
         return 0
 
 

@@ -112,7 +112,7 @@ class Rendezvous:
         self._flags = Flags(0)
         # The record of the newest finished step, and the last step with its record on storage.
         self._newest_record: StepRecord | None = None
-        self._last_recorded_step = 0
+        self._stored_step = 0
         self._started_s = self._clock()
         # What the workers knew at the last call of `on_change`, see `_broadcast_changes`.
         self._last_broadcast: object = None
@@ -135,7 +135,7 @@ class Rendezvous:
             self._watchdog.begin(self._watchdog.step)
         member = self._update_member(heartbeat)
         self._newest_record = heartbeat.record or self._newest_record
-        self._last_recorded_step = max(self._last_recorded_step, heartbeat.recorded)
+        self._stored_step = max(self._stored_step, heartbeat.stored_step)
         if heartbeat.generation == self._members.newest_generation:
             self._watchdog.note_step(heartbeat.step, heartbeat.record)
             self._is_forming &= heartbeat.phase in ("waiting", "forming")
@@ -183,7 +183,7 @@ class Rendezvous:
             drain=drain,
             dump=member.dump,
             exit=exits,
-            recorded=self._last_recorded_step,
+            stored_step=self._stored_step,
             is_for_waiting=waits,
             formed=None if waits or not heartbeat.wait_number else member.formed,
             period_s=period_s,

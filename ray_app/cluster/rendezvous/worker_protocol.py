@@ -30,7 +30,7 @@ class WorkerProtocol:
         self.phase: Phase = "starting"
         self.record: StepRecord | None = None
         self.was_broken = False
-        self._recorded = self._progress_reports = self._wait_count = 0
+        self._stored_step = self._progress_reports = self._wait_count = 0
 
     def heartbeat(self) -> Heartbeat:
         """Returns the heartbeat to send now."""
@@ -41,7 +41,7 @@ class WorkerProtocol:
             step=self.step,
             phase=self.phase,
             record=self.record,
-            recorded=self._recorded,
+            stored_step=self._stored_step,
             progress_reports=self._progress_reports,
             wait_number=self.wait_number,
             was_broken=self.was_broken,
@@ -90,11 +90,11 @@ class WorkerProtocol:
         """Counts a progress other than a step in the next heartbeat, see `Membership.report_progress`."""
         self._progress_reports += 1
 
-    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
+    def report(self, step: int, record: StepRecord | None, stored_step: int) -> None:
         """Puts the finished steps and the newest record into the next heartbeat, see `Membership.report`."""
         self.step, self.record = step, record
-        self._recorded = recorded
+        self._stored_step = stored_step
 
-    def recorded(self) -> int:
-        """Returns the last step with its record on storage, see `Membership.recorded`."""
-        return self.reply.recorded
+    def stored_step(self) -> int:
+        """Returns the last step with its record on storage, see `Membership.stored_step`."""
+        return self.reply.stored_step

@@ -417,13 +417,13 @@ class StepLog:
         # With local SGD the records are ahead of the state, which moves only when the logical workers are averaged.
         step = max(self._state.step, self._records[-1].step if self._records else 0)
         self._membership.report(
-            step, newest, self._metrics_writer.written_step if self._metrics_writer is not None else 0
+            step, newest, self._metrics_writer.stored_step if self._metrics_writer is not None else 0
         )
 
     def _drop_stored_records(self) -> None:
         """Drops the records that are known to be on storage."""
-        last_stored_step = self._membership.recorded()
-        while self._records and self._records[0].step <= last_stored_step:
+        stored_step = self._membership.stored_step()
+        while self._records and self._records[0].step <= stored_step:
             self._records.popleft()
 
     def flush(self) -> None:

@@ -406,7 +406,7 @@ class TrainingState:
     @property
     def _next_optimizer(self) -> Optimizer:
         """The optimizer that the next step uses."""
-        return self.optimizer if self.turns is None else self.turns.optimizer_at(self.step)
+        return self.optimizer if self.turns is None else self.turns.optimizers[self.turns.name_at(self.step)]
 
     def train(self) -> None:
         """Puts the model into training mode, except for the layers that stay in evaluation mode."""
