@@ -162,7 +162,7 @@ class RendezvousStatus:
         stepping: Number of workers in the current generation that do not wait for the next one.
         step: Number of finished steps.
         record: Record of the newest finished step.
-        waiting: Reason why no generation may form; None if one may.
+        wait_reason: Why no generation may form; None if one may.
         stopping: Whether the driver has asked all workers to stop.
         limit_s: Seconds without a finished step after which the generation counts as stalled.
     """
@@ -173,7 +173,7 @@ class RendezvousStatus:
     stepping: int
     step: int
     record: StepRecord | None
-    waiting: str | None
+    wait_reason: str | None
     stopping: bool
     limit_s: float
 

@@ -105,7 +105,7 @@ class Rendezvous:
         # The number of workers that the next generation waits for; 0 before the controller has set it.
         self._expected = 0
         # Why no generation may form now; None if one may.
-        self._waiting_reason: str | None = None
+        self._wait_reason: str | None = None
         # Whether the run has ended, so that a joining worker must not wait for others.
         self._is_run_over = False
         # The flags that the driver has raised.
@@ -251,15 +251,15 @@ class Rendezvous:
         self._flags |= Flags(flags)
         self._broadcast_changes()
 
-    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+    def set_expected(self, workers: int, wait_reason: str | None = None, over: bool = False) -> None:
         """Sets the number of workers that the next generation waits for.
 
         Args:
             workers: The number of workers.
-            waiting: Why no generation may form now; None if one may.
+            wait_reason: Why no generation may form now; None if one may.
             over: Whether a worker has ended because the run has.
         """
-        self._expected, self._waiting_reason = workers, waiting
+        self._expected, self._wait_reason = workers, wait_reason
         self._is_run_over = self._is_run_over or over
         self._try_form()
         self._broadcast_changes()
@@ -302,7 +302,7 @@ class Rendezvous:
             stepping=self._members.count(lambda p: p.is_stepping),
             step=max(0, self._watchdog.step),
             record=self._newest_record,
-            waiting=self._waiting_reason or shortage,
+            wait_reason=self._wait_reason or shortage,
             stopping=bool(self._flags & Flags.STOP),
             limit_s=self._watchdog.limit_s,
         )
@@ -347,7 +347,7 @@ class Rendezvous:
 
     def _is_paused(self) -> bool:
         """Returns whether the controller gives a reason to wait, which has no effect once the run stops."""
-        return self._waiting_reason is not None and not self._flags & Flags.STOP
+        return self._wait_reason is not None and not self._flags & Flags.STOP
 
     def _wants_reform(self) -> bool:
         """Returns whether the current generation should end at its next step boundary."""
