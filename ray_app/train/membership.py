@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord
@@ -234,7 +234,7 @@ class Membership(Protocol):
     recovers: bool
     """Whether the workers form another generation after a peer is lost; otherwise the driver restarts the group."""
 
-    def generation(self, step: int, was_broken: bool) -> Any:
+    def generation(self, step: int, was_broken: bool) -> AbstractContextManager[tuple[World, GenerationInfo]]:
         """Returns a context that waits for a new generation and yields its `World` and its `GenerationInfo`.
 
         At the end of the context the worker leaves the generation's process group.
@@ -246,23 +246,18 @@ class Membership(Protocol):
         Raises:
             DrainedError: This worker has to exit before the generation forms.
         """
-        ...
 
     def flags(self) -> Flags:
         """Returns the flags that this rank brings into its next step."""
-        ...
 
     def is_draining(self) -> bool:
         """Returns whether this worker has to exit when its generation ends."""
-        ...
 
     def enter(self, phase: Phase) -> None:
         """Reports the phase that this worker begins."""
-        ...
 
     def report_progress(self) -> None:
         """Reports progress other than a finished step, which restarts the limit of the step watchdog."""
-        ...
 
     def report(self, step: int, record: StepRecord | None, stored_step: int) -> None:
         """Reports this worker's finished steps; does not wait.
@@ -272,11 +267,9 @@ class Membership(Protocol):
             record: Record of the newest finished step; only from rank 0.
             stored_step: Last step with its record on storage; only from rank 0.
         """
-        ...
 
     def stored_step(self) -> int:
         """Returns the last step with its record on storage, as far as this worker knows."""
-        ...
 
 
 _MIN_LIMIT_S = 60.0
