@@ -39,7 +39,7 @@ from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.context import WorkerContext
+from ray_app.train.context import WorkerContext, load_in_process
 from ray_app.train.job import Hooks, Job, WindowSource
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
@@ -62,7 +62,7 @@ class WorkerArgs:
         rendezvous: Handle of the rendezvous actor.
         memory_cache: The decoded data, with `data.cache: memory`, see `start_memory_cache`.
         snapshot_actors: Handles of the actors that hold snapshots.
-        evaluation: The decoded evaluation data if the workers evaluate, see `start_memory_cache`.
+        eval_cache: The decoded evaluation data if the workers evaluate, see `start_memory_cache`.
         hooks: For fault tests.
         parameters: Handles of the parameter servers, with `train.strategy: parameter_server`.
         recovers_in_place: Whether workers come and go one by one; otherwise all restart after every change.
@@ -72,7 +72,7 @@ class WorkerArgs:
     rendezvous: ActorHandle
     memory_cache: MemoryCacheHandle | None = None
     snapshot_actors: tuple[ActorHandle, ...] = ()
-    evaluation: MemoryCacheHandle | None = None
+    eval_cache: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None
     recovers_in_place: bool = True
@@ -370,7 +370,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     try:
         if fixed_workers is not None and ray.train.get_context().get_world_rank() == 0:
             put_event(job.paths, "workers", job.fence, workers=fixed_workers)
-        evaluation, cache = args.evaluation, args.memory_cache
+        eval_cache, cache = args.eval_cache, args.memory_cache
         context = WorkerContext(
             job,
             membership,
@@ -378,7 +378,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
             device,
             args.hooks,
             SnapshotSender(list(args.snapshot_actors)),
-            (lambda: evaluation.read().arrays) if evaluation is not None else None,
+            (lambda source: eval_cache.read()) if eval_cache is not None else load_in_process,
         )
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.

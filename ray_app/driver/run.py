@@ -203,8 +203,8 @@ def open_run(
                 print_start(safe_console, prepared, max_workers)
                 if prepared.changed_data:
                     put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
-                if prepared.changed:
-                    put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
+                if prepared.changed_code:
+                    put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed_code))
                 quiet_console = SafeConsole(TextConsole(quiet=True, force_jupyter=False))
                 timer.end("claim")
                 consoles = safe_console, quiet_console if background else safe_console
@@ -241,7 +241,7 @@ class Run:
         self.job = replace(prepared.job, is_intervened=intervene is not None)
         self._answers = Answers(self.job, intervene) if intervene is not None else None
         self._config = prepared.job.config
-        self._evaluation, self._constant_scores = prepared.evaluation, dict(prepared.constant_scores)
+        self._evaluation_job, self._constant_scores = prepared.evaluation_job, dict(prepared.constant_scores)
         self._start_s = start_s
         self._max_workers = max_workers
         self._console, self._progress = consoles
@@ -284,7 +284,7 @@ class Run:
             with observers.watching(), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 evaluator = stack.enter_context(
-                    EvaluatorClient(self._evaluation, not self._is_own_cluster, self._faults.before_evaluation)
+                    EvaluatorClient(self._evaluation_job, not self._is_own_cluster, self._faults.before_evaluation)
                 )
                 if not self._is_trained_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy_traits.has_workers:
@@ -511,10 +511,10 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
             "the run is stored inside the job's copy of the working directory, which Ray removes; set run.storage_path"
             " to a folder that all nodes share."
         )
-    if prepared.changed:
+    if prepared.changed_code:
         warnings.append(
-            f"{job.paths.name} continues with different code or defaults: {', '.join(prepared.changed)}. Its result"
-            " will match neither version; run.changed: refuse does not start such a run."
+            f"{job.paths.name} continues with different code or defaults: {', '.join(prepared.changed_code)}. Its"
+            " result will match neither version; run.changed: refuse does not start such a run."
         )
     if prepared.changed_data:
         warnings.append(
@@ -523,7 +523,7 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
         )
     branch = [redact(f"{prepared.branch}.")] if prepared.branch is not None else []
     before, after = ((f"Warning: {text}" for text in texts) for texts in (warnings, prepared.warnings))
-    for line in [*branch, *before, *prepared.data, *after]:
+    for line in [*branch, *before, *prepared.columns, *after]:
         console.print(line)
     passes = ""
     if job.steps_per_epoch != job.plan.steps_per_epoch:

@@ -44,8 +44,8 @@ def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker |
     if not config.tracking.enabled:
         return None
     datasets = [DataSet("training", ", ".join(config.data.sources), manifest.digest, manifest.num_rows)]
-    if job.evaluation is not None:
-        evaluated = job.evaluation.manifest
+    if job.eval_source is not None:
+        evaluated = job.eval_source.manifest
         datasets.append(DataSet("evaluation", str(config.data.evaluation_path), evaluated.digest, evaluated.num_rows))
     tags, submission = make_run_tags(job.paths, config, manifest.digest), ray_job()
     has_page = submission is not None and submission["page"] is not None

@@ -39,7 +39,7 @@ from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase
 from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
 from ray_app.train.step.step_stats import StepResult, StepTimer
-from ray_app.train.step.validation import Validation
+from ray_app.train.step.worker_evaluation import WorkerEvaluation
 from ray_app.train.stragglers import StragglerReporter
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,14 @@ class _Worker:
         self._job, self._device = job, device
         membership = self._membership = context.membership
         self._hooks = context.hooks
-        self._ask, self._at_batch = context.ask, context.at_batch
+        self._ask, self._ends_epoch = context.ask, context.ends_epoch
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
         self._feed = Feed(job.plan, partial(context.open_windows, job), device)
-        load, report_progress = context.load_evaluation, membership.report_progress
-        self._validation = Validation(job, self._state, load, device, report_progress) if load is not None else None
+        load, report = context.load_evaluation, membership.report_progress
+        has_evaluation = job.workers_evaluate and job.eval_source is not None
+        self._evaluation = WorkerEvaluation(job, self._state, load, device, report) if has_evaluation else None
         self._bad_rows = BadRows(job)
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._sdc_monitor = SdcMonitor(job, self._state, device)
@@ -173,8 +174,8 @@ class _Worker:
         with ExitStack() as stack:
             stack.callback(self._finish_task)
             stack.callback(self._step_log.close)
-            if self._validation is not None:
-                stack.callback(self._validation.pending_events.flush)
+            if self._evaluation is not None:
+                stack.callback(self._evaluation.pending_events.flush)
             stack.callback(self._feed.close)
             if self._profile is not None:
                 stack.callback(self._profile.end, self._finished_steps)
@@ -289,7 +290,7 @@ class _Worker:
                 if state.step < self._finished_steps:
                     self._call_after_step(world)
                     continue
-                if self._intervene(world, self._at_batch is not None and self._at_batch()):
+                if self._intervene(world, self._ends_epoch is not None and self._ends_epoch()):
                     result = result._replace(flags=result.flags | Flags.STOP)
                 self._save_if_due(cursor, result)
                 self._call_after_step(world)
@@ -337,17 +338,17 @@ class _Worker:
         if self._hooks.after_step is not None:
             self._hooks.after_step(world.rank, self._finished_steps)
 
-    def _evaluate(self, world: World, is_due: bool = False) -> None:
-        """Evaluates the state if the workers evaluate and a checkpoint is planned at its step; a collective.
+    def _evaluate(self, world: World, ends_epoch: bool = False) -> None:
+        """Evaluates the state if the workers evaluate, and a checkpoint is planned at its step or the epoch ends early.
 
-        The initial state has no checkpoint and is not evaluated. `is_due` says that another step is evaluated, too.
+        It is a collective. The initial state has no checkpoint and is not evaluated.
         """
-        if self._validation is None or not self._state.step:
+        if self._evaluation is None or not self._state.step:
             return
-        if not is_due and not self._job.is_checkpoint_due(self._state.step):
+        if not ends_epoch and not self._job.is_checkpoint_due(self._state.step):
             return
         self._enter("evaluate")
-        self._validation.run(world)
+        self._evaluation.run(world)
         self._step_log.skip_time()
 
     def _intervene(self, world: World, ends_epoch: bool = False) -> bool:
