@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,16 +61,6 @@ _NO_TRUSTED_STATE = (
     "After a failure, the remaining workers have different states of the same step, and there is no checkpoint or"
     " snapshot to continue from. Start again with a lower checkpoint.every_steps."
 )
-
-
-class Trainable(Protocol):
-    """The part of a task that a training state needs."""
-
-    def build_model(self) -> nn.Module:
-        """Returns the model, see `Task.build_model`."""
-
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Updates the parameters, see `Task.apply_gradients`."""
 
 
 class Placement:
@@ -264,7 +254,7 @@ class TrainingState:
     def __init__(
         self,
         config: Config,
-        task: Trainable,
+        task: Task,
         device: torch.device,
         total_steps: int,
         placement: Placement | None = None,
@@ -274,7 +264,7 @@ class TrainingState:
         self.device = device
         self._total_steps = total_steps
         self._placement = placement or Placement()
-        self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
+        self._has_own_update = type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.metric_states: list[float] = []
         self.model, self._frozen_layers = self._build_model(not self._placement.builds_anew)
@@ -313,7 +303,7 @@ class TrainingState:
 
         model = self._placement.build_model(build, needs_values)
         frozen = freeze_parameters(model, self._config.train.freeze or [])
-        keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
+        keeps_modes = self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
 
     def _build_optimizers(self) -> None:
@@ -321,7 +311,7 @@ class TrainingState:
         config, model = self._config, self.master
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
-        state = self._task.initial_loss_scale() if isinstance(self._task, Task) else None
+        state = self._task.initial_loss_scale()
         self.scale = LossScale(state) if config.train.precision == "fp16" or state else None
         has_outer = config.train.strategy_traits.has_outer_optimizer
         self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
@@ -329,15 +319,13 @@ class TrainingState:
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None
         if config.optimizers is not None:
-            assert isinstance(self._task, Task), "only a Task has losses for several optimizers"
             self.optimizer = self.turns = Turns(config.optimizers, named, self._build_optimizer, self._task.phases())
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
         if config.optimizer.class_path == TASK_OPTIMIZER:
-            assert isinstance(self._task, Task), "config checks refuse it for strategies without a Task"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
             # What the optimizer does not have gets no gradient, so that it counts neither in the norm nor in clipping.
-            if type(self._task).apply_gradients is Task.apply_gradients:
+            if not self._has_own_update:
                 optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
                 for p, computing in zip(model.parameters(), self.model.parameters(), strict=True):
                     if id(p) not in optimized:
