@@ -415,6 +415,7 @@ class TrainingState:
                 average = self.optimizer.average_in_place()
             with average:
                 yield self.model
+            # An optimizer of Keras averages by itself.
         finally:
             self.train()
 

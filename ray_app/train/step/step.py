@@ -53,9 +53,9 @@ class Step:
     world: World
     enter: Callable[[Phase], None]
     max_norm: float | None
-    timer: StepTimer | None = None
-    sdc: SdcChecker | None = None
-    epoch_steps: int = 1
+    timer: StepTimer | None
+    sdc: SdcChecker | None
+    epoch_steps: int
 
     @property
     def lr(self) -> float:
