@@ -102,13 +102,13 @@ class RestartCallback(UserCallback):
 
 
 class _RestartBackend(Backend):
-    """A backend that starts no process group: each generation has its own, see `cluster/rendezvous/client.py`."""
+    """The backend of workers that all restart after every change."""
 
     share_cuda_visible_devices = True
 
 
 class _InPlaceBackend(Backend):
-    """The backend of workers that come and go one by one."""
+    """The backend of workers that come and go one by one: each is a replica group of its own for Ray Train."""
 
     has_replica_groups = True
     share_cuda_visible_devices = False
@@ -148,8 +148,7 @@ class ElasticTrainer(TorchTrainer):
         train_loop_per_worker: The function that runs in each worker.
         budget: See `ElasticController`.
         worker_args: The arguments of every worker.
-        prepare: Reference of a function without arguments that each worker calls before it joins; its errors are
-            ignored.
+        prepare: Reference of a function without arguments that each pending worker calls; its errors are ignored.
         abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
             itself.
         options: Keyword arguments of `TorchTrainer`.
@@ -298,16 +297,16 @@ def _trainer_options(
 
 
 def _prepare(worker_config: dict[str, Any]) -> None:
-    """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
+    """Imports the user's code, which comes with the job, and opens the device; a pending worker calls it."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        _prove_device(args.job.config)
+        _open_device(args.job.config)
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
 
 
-def _prove_device(config: Config) -> torch.device:
+def _open_device(config: Config) -> torch.device:
     """Returns the device of this worker, on which it has computed and communicated alone, see `prove_device`."""
     # NCCL reads the name of its interface once in a process.
     use_interface_of_host(ray.util.get_node_ip_address())
@@ -354,7 +353,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     job = args.job
     register_secrets(job.config.to_dict())
     with user_code(lambda: "a worker alone on its device, before it joins the others"):
-        device = _prove_device(job.config)
+        device = _open_device(job.config)
     # Ray Train starts all workers together, and none joins them later.
     fixed_workers = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(

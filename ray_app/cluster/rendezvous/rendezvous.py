@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
-from ray_app.cluster.rendezvous.members import Member, MemberProfile, Members, MemberState
+from ray_app.cluster.rendezvous.members import Member, Members, MemberState
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
     HEARTBEAT_S,
@@ -149,6 +149,18 @@ class Rendezvous:
         self._broadcast_changes()
         return self._reply(member, heartbeat)
 
+    def _update_member(self, heartbeat: Heartbeat) -> Member:
+        """Stores a heartbeat and returns the member that sent it; a new or a lost worker becomes a member."""
+        member = self._members.add(heartbeat)
+        if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
+            # The worker sent the heartbeat before it received the generation that has formed with it.
+            heartbeat = replace(heartbeat, generation=member.heartbeat.generation, rank=member.heartbeat.rank)
+        member.heartbeat, member.heartbeat_s = heartbeat, self._clock()
+        member.period_s = 0.0
+        self._members.recount(member)
+        self._lost.pop(heartbeat.worker, None)
+        return member
+
     def reply_for(self, worker: str) -> HeartbeatReply:
         """Returns the reply that is pushed to a worker between two of its heartbeats.
 
@@ -244,6 +256,22 @@ class Rendezvous:
         self._try_form()
         self._broadcast_changes()
 
+    def on_disconnect(self, worker: str, reason: str = "its connection has ended") -> None:
+        """Declares a worker lost, which breaks the newest generation if the worker is in it.
+
+        A worker that was only cut off becomes a member again with its next heartbeat.
+        """
+        member = self._members.pop(worker)
+        if member is None:
+            return
+        logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
+        self._lost[worker] = self._clock()
+        self._is_forming = False
+        if member.heartbeat.generation == self._members.newest_generation:
+            self._is_broken = True
+        self._try_form()
+        self._broadcast_changes()
+
     # Methods for the driver and the controller.
 
     def raise_flags(self, flags: int) -> None:
@@ -309,37 +337,10 @@ class Rendezvous:
 
     def workers(self) -> list[Heartbeat]:
         """Returns the newest heartbeat of each worker of the current generation, by rank."""
-        return sorted((m.heartbeat for m in self._members.select(is_stepping)), key=lambda heartbeat: heartbeat.rank)
+        stepping = self._members.select(lambda p: p.is_stepping)
+        return sorted((m.heartbeat for m in stepping), key=lambda heartbeat: heartbeat.rank)
 
     # How generations form.
-
-    def _update_member(self, heartbeat: Heartbeat) -> Member:
-        """Stores a heartbeat and returns the member that sent it; a new or a lost worker becomes a member."""
-        member = self._members.add(heartbeat)
-        if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
-            # The worker sent the heartbeat before it received the generation that has formed with it.
-            heartbeat = replace(heartbeat, generation=member.heartbeat.generation, rank=member.heartbeat.rank)
-        member.heartbeat, member.heartbeat_s = heartbeat, self._clock()
-        member.period_s = 0.0
-        self._members.recount(member)
-        self._lost.pop(heartbeat.worker, None)
-        return member
-
-    def on_disconnect(self, worker: str, reason: str = "its connection has ended") -> None:
-        """Declares a worker lost, which breaks the newest generation if the worker is in it.
-
-        A worker that was only cut off becomes a member again with its next heartbeat.
-        """
-        member = self._members.pop(worker)
-        if member is None:
-            return
-        logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
-        self._lost[worker] = self._clock()
-        self._is_forming = False
-        if member.heartbeat.generation == self._members.newest_generation:
-            self._is_broken = True
-        self._try_form()
-        self._broadcast_changes()
 
     def _draining_ahead(self) -> list[Member]:
         """Returns the draining members that take part in one more generation, see `draining_ahead`."""
@@ -475,7 +476,7 @@ class Rendezvous:
         stall_count = self._watchdog.count_stalls(now)
         if not stall_count:
             return
-        stepping = self._members.select(is_stepping)
+        stepping = self._members.select(lambda p: p.is_stepping)
         # Members in these phases wait for the others; a member in another phase stalls the group. Of several that
         # compute all but one may wait, too: a process can queue only so many kernels while NCCL waits for a peer.
         stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "reduction", "done")]
@@ -510,11 +511,6 @@ FORMING_CONDITIONS = (
     Rendezvous.is_state_ready,
 )
 """A generation forms when all of these hold; docs/architecture.md explains them in the same order."""
-
-
-def is_stepping(profile: MemberProfile) -> bool:
-    """Returns whether a member is in the newest generation and does not wait for the next."""
-    return profile.is_stepping
 
 
 def is_state_staying(members: Members) -> bool:

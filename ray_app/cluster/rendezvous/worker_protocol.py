@@ -17,15 +17,15 @@ class WorkerProtocol:
     Attributes:
         reply: The newest reply.
         formed: The newest generation that has formed with this worker.
-        number, rank, step, phase, record, wait_number, was_broken: Fields of the next heartbeat, see `Heartbeat`;
-            `number` is its `generation`.
+        generation_number, rank, step, phase, record, wait_number, was_broken: Fields of the next heartbeat, see
+            `Heartbeat`; the first one is its `generation`.
     """
 
     def __init__(self, identity: Heartbeat) -> None:
         self.identity = identity
         self.reply = HeartbeatReply()
         self.formed = GenerationInfo(0, 0, 0, "", 0)
-        self.number = self.rank = self.wait_number = 0
+        self.generation_number = self.rank = self.wait_number = 0
         self.step = -1
         self.phase: Phase = "starting"
         self.record: StepRecord | None = None
@@ -36,7 +36,7 @@ class WorkerProtocol:
         """Returns the heartbeat to send now."""
         return replace(
             self.identity,
-            generation=self.number,
+            generation=self.generation_number,
             rank=self.rank,
             step=self.step,
             phase=self.phase,
@@ -56,9 +56,9 @@ class WorkerProtocol:
         """Stores a reply, and ends the wait if the reply has a new generation."""
         self.reply = reply
         # An answer to an earlier wait may arrive late; its generation is not a new one.
-        if reply.formed is not None and self.wait_number and reply.formed.number > self.number:
+        if reply.formed is not None and self.wait_number and reply.formed.number > self.generation_number:
             self.formed, self.wait_number = reply.formed, 0
-            self.number, self.rank = reply.formed.number, reply.formed.rank
+            self.generation_number, self.rank = reply.formed.number, reply.formed.rank
             self.phase, self.was_broken = "forming", False
 
     @property
@@ -69,12 +69,12 @@ class WorkerProtocol:
     @property
     def has_to_abort(self) -> bool:
         """Whether this worker must leave its present generation at once."""
-        return self.reply.abort and self.reply.generation == self.number
+        return self.reply.abort and self.reply.generation == self.generation_number
 
     def flags(self) -> Flags:
         """Returns the flags that this rank brings into its next step, see `Membership.flags`."""
         # A reply to a heartbeat from another generation does not ask to leave the present one.
-        if self.reply.generation != self.number:
+        if self.reply.generation != self.generation_number:
             return self.reply.flags & ~Flags.REFORM
         return self.reply.flags | Flags.REFORM if self.reply.abort else self.reply.flags
 
