@@ -354,7 +354,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     register_secrets(job.config.to_dict())
     with user_code(lambda: "a worker alone on its device, before it joins the others"):
         device = _open_device(job.config)
-    # Ray Train starts all workers together, and none joins them later.
+    # Where all workers restart, Ray Train starts them together, and none joins them later.
     fixed_workers = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
         RendezvousHandle(args.rendezvous, ANSWER_S),
@@ -373,11 +373,11 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         context = WorkerContext(
             job,
             membership,
-            WindowSource(fetch_ray, cache.read if cache is not None else None),
-            device,
-            args.hooks,
-            SnapshotSender(list(args.snapshot_actors)),
-            (lambda source: eval_cache.read()) if eval_cache is not None else load_in_process,
+            open_windows=WindowSource(fetch_ray, cache.read if cache is not None else None),
+            device=device,
+            hooks=args.hooks,
+            sender=SnapshotSender(list(args.snapshot_actors)),
+            load_evaluation=(lambda source: eval_cache.read()) if eval_cache is not None else load_in_process,
         )
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.

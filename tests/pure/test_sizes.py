@@ -17,7 +17,7 @@ CEILINGS = {
     "ray_app/cli": 2_619,
     "ray_app/cluster": 4_958,
     "ray_app/config": 1_857,
-    "ray_app/data": 4_596,
+    "ray_app/data": 4_593,
     "ray_app/drill": 3_048,
     "ray_app/driver": 3_181,
     "ray_app/evaluate": 665,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_197,
     "ray_app/*.py": 2_483,
-    "tests": 79_491,
+    "tests": 79_481,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
