@@ -291,7 +291,7 @@ class Run:
                         self._train(stack, evaluator, observe)
                     else:
                         train_single(
-                            job, self._stops, self._progress, evaluator.waiting, self._faults.train, self._answers
+                            job, self._stops, self._progress, evaluator.list_pending, self._faults.train, self._answers
                         )
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
@@ -385,7 +385,7 @@ class Run:
         worker_args = start_actors(stack, job, self._faults.train)
         rendezvous = RendezvousHandle(worker_args.rendezvous, _REPLY_TIMEOUT_S)
         max_workers, metrics = self._config.scaling.worker_limit, RunMetrics(job.paths.name)
-        console = RunConsole(job, max_workers, self._progress, evaluator.waiting, metrics)
+        console = RunConsole(job, max_workers, self._progress, evaluator.list_pending, metrics)
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
             is_stop_printed = False
             next_poll_s = time.monotonic()

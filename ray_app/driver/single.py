@@ -96,7 +96,7 @@ def train_single(
     job: Job,
     stops: Callable[[bool], bool],
     console: SafeConsole,
-    waiting: Callable[[], list[Commit]],
+    list_pending: Callable[[], list[Commit]],
     hooks: Hooks,
     answers: Answers | None,
 ) -> None:
@@ -104,7 +104,7 @@ def train_single(
 
     Args:
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
-        waiting: Returns the checkpoints that wait for the evaluator.
+        list_pending: Returns the checkpoints that wait for the evaluator.
         answers: Lets code intervene between two epochs; None: nothing does.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
@@ -113,7 +113,7 @@ def train_single(
 
     def watch() -> None:
         polled_s = 0.0
-        with RunConsole(job, 1, plain_console, waiting, RunMetrics(job.paths.name)) as run_console:
+        with RunConsole(job, 1, plain_console, list_pending, RunMetrics(job.paths.name)) as run_console:
             while not ended.wait(_CHECK_S):
                 if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
                     polled_s = time.monotonic()

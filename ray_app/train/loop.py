@@ -116,7 +116,7 @@ class _Worker:
                 joined = self._membership.generation(self._state.step, outage.since_s is not None)
                 with joined as (world, generation), self._state.sync.bind(world) as world, translate_peer_errors():
                     self._begin_generation(world, generation, outage.since_s)
-                    flags = self._run_generation(world, generation.hosts)
+                    flags = self._run_generation(world)
                     is_run_over = not flags & Flags.REFORM
                     if is_run_over:
                         self._step_log.wait_for_parts(world)
@@ -209,9 +209,9 @@ class _Worker:
                     job.paths, "params_diverged", job.fence, generation=number, ranks=divergent_ranks, step=state.step
                 )
 
-    def _run_generation(self, world: World, hosts: tuple[str, ...]) -> Flags:
+    def _run_generation(self, world: World) -> Flags:
         """Runs the steps of one generation; returns the flags that ended it: without `REFORM` the run is over."""
-        straggler_reporter = StragglerReporter(self._job, world, hosts, self._device)
+        straggler_reporter = StragglerReporter(self._job, world, self._device)
         compared_workers = self._sdc_monitor.gather_workers(world)
         # A state that was restored or received may be that of a checkpoint without its evaluation.
         self._evaluate(world)
