@@ -35,7 +35,7 @@ CEILINGS = {
     "ray_app/submit": 743,
     "ray_app/task": 11_341,
     "ray_app/track": 1_019,
-    "ray_app/train": 10_419,
+    "ray_app/train": 10_405,
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_197,
     "ray_app/*.py": 2_483,

@@ -315,7 +315,7 @@ class StepLog:
             # A rank that writes has written the previous checkpoint by now, or failed to, and keeps only the new one.
             while len(self._pending_checkpoints) >= (1 if writes else _MAX_PENDING_CHECKPOINTS):
                 memory = self._pending_checkpoints.popleft()[1]
-            snapshot = self._state.snapshot(memory)
+            snapshot = self._state.sync.snapshot(memory)
             self._pending_checkpoints.append((commit, snapshot))
             return snapshot
 
@@ -344,7 +344,7 @@ class StepLog:
         """Sends a copy of the state to the snapshot actors, from rank 0; see `checkpoint` for a partitioned state."""
 
         def take() -> Snapshot:
-            self._last_sent = self._state.snapshot(self._last_sent)
+            self._last_sent = self._state.sync.snapshot(self._last_sent)
             return self._last_sent
 
         if self._world.rank == 0:

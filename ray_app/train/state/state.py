@@ -4,7 +4,7 @@
 parts, of which a strategy chooses two:
 
 - `Placement` says where this rank has the parameters that its optimizer updates. All its methods are local.
-- `StateSync` moves the state between the ranks of a generation. Its methods are the only collectives of a state.
+- `StateSync` moves the state between the ranks of a generation. All collectives of a state are methods of it.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class StateSync:
             PeerLostError: A peer left meanwhile; the state is unchanged.
         """
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Gives other ranks copies of this rank's part of the state after a step; a lost peer is only logged."""
 
     def collect(self) -> None:
@@ -216,9 +216,13 @@ class StateSync:
     def end_generation(self, leaves: bool) -> None:
         """Ends a generation as planned, with this rank if it `leaves`; raises `PeerLostError` if a peer left before."""
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
-        """Returns a copy of the state, see `TrainingState.snapshot`; local."""
-        return self._state.copy_to_host(into)
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
+        """Returns a copy in host memory of the state, of a sharded state that of this rank's part; local.
+
+        Args:
+            into: A snapshot that is no longer needed. Its memory may be reused, because new memory is slower to write.
+        """
+        return self._state.snapshot(into)
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Makes a snapshot the state of this rank, which `share` then gives to the others; local."""
@@ -411,11 +415,11 @@ class TrainingState:
         """
         try:
             average: Any = self.average.in_place() if self.average is not None else nullcontext()
+            # An optimizer of Keras averages by itself.
             if hasattr(self.optimizer, "average_in_place"):
                 average = self.optimizer.average_in_place()
             with average:
                 yield self.model
-            # An optimizer of Keras averages by itself.
         finally:
             self.train()
 
@@ -454,15 +458,7 @@ class TrainingState:
                 group["lr"] = change.lr
 
     def snapshot(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a copy of the state in host memory, of a sharded state that of this rank's part.
-
-        Args:
-            into: A snapshot that is no longer needed. Its memory may be reused, because new memory is slower to write.
-        """
-        return self.sync.snapshot(into)
-
-    def copy_to_host(self, into: Snapshot | None = None) -> Snapshot:
-        """Returns a copy of what this rank has of the state, see `snapshot`."""
+        """Returns a copy in host memory of what this rank has of the state, see `StateSync.snapshot`."""
         return Snapshot(**copy_to_host(vars(self.live()), vars(into) if into is not None else None))
 
     def live(self) -> Snapshot:

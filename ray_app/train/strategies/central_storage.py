@@ -150,7 +150,7 @@ class CentralPlacement(Placement):
         if not self._has_master:
             return None
         self._take_buffers()
-        return self._state.copy_to_host()
+        return self._state.snapshot()
 
     def part(self) -> Any:
         """Returns the fields of the whole state on rank 0; its tensors are no copies."""
@@ -241,7 +241,7 @@ class CentralSync(StateSync):
         source = steps.index(max(steps))
         if world.rank == source:
             # Before the first generation the whole state is here.
-            self._whole = self._placement.whole_copy() or self._whole or self._state.copy_to_host()
+            self._whole = self._placement.whole_copy() or self._whole or self._state.snapshot()
         whole = transfer_snapshot(self._whole, world, source, ranks_without_state(steps, source))
         assert whole is not None
         self.adopt(whole)
@@ -253,7 +253,7 @@ class CentralSync(StateSync):
         """Gives the model of every rank the parameters, see `StateSync.broadcast_parameters`."""
         self._placement.broadcast_parameters(self._world, averaged)
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Copies the state of rank 0 to rank 1, with `train.peer_replica`."""
         if self._has_peer_replicas and self._world.size > 1:
             part = self._placement.part() if self._world.rank == 0 else None
@@ -272,7 +272,7 @@ class CentralSync(StateSync):
         del leaves
         self.collect()
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns the whole copy that `collect` has made.
 
         The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.

@@ -491,7 +491,7 @@ class ShardedSync(StateSync):
         self._opened: Snapshot | None = None
         # The steps of the last two checkpoints. The first of them is on storage when the second is made.
         self._checkpoint_steps = deque([NO_STATE], maxlen=2)
-        self._replicas = PeerReplicas()
+        self._peer_replicas = PeerReplicas()
 
     @contextmanager
     def bind(self, world: World) -> Iterator[World]:
@@ -504,7 +504,7 @@ class ShardedSync(StateSync):
             with self._placement.open_group(world) as self._world:
                 yield self._world
         except PeerLostError:
-            step = self._replicas.newest_step
+            step = self._peer_replicas.newest_step
             self._state.step = self._checkpoint_steps[0] if step is None else step
             raise
 
@@ -525,8 +525,8 @@ class ShardedSync(StateSync):
         self._opened = None
         # A rank needs no copies any more when all ranks have their rows.
         gather(None, world)
-        self._replicas.clear()
-        self.send_replicas()
+        self._peer_replicas.clear()
+        self.send_peer_replica()
         return []
 
     def _open_copies(self, world: World) -> Snapshot | None:
@@ -534,13 +534,12 @@ class ShardedSync(StateSync):
 
         Tensors that are not divided are there. The result is None if a part of every state is missing.
         """
-        newest = self._replicas.newest(world, NO_STATE)
+        newest = self._peer_replicas.newest(world, NO_STATE)
         if newest is None:
             return None
         step, ranks = newest
-        parts = {
-            owner: copy.unpack() for owner, copy in self._replicas.parts_of(step).items() if ranks[owner] == world.rank
-        }
+        copies = self._peer_replicas.parts_of(step)
+        parts = {owner: copy.unpack() for owner, copy in copies.items() if ranks[owner] == world.rank}
         local: dict[str, dict[int, dict[str, Any]]] = {}
         structure: Any = None
 
@@ -569,11 +568,11 @@ class ShardedSync(StateSync):
 
         return Snapshot(**map_tensors(reports[ranks[0]][0], peer_tensor))
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Copies the part of each rank to the next rank, with `train.peer_replica`."""
         if self._has_peer_replicas and self._world.size > 1:
             part = vars(self._placement.part(self._world))
-            self._replicas.store(self._state.step, part, self._world, self._world.size)
+            self._peer_replicas.store(self._state.step, part, self._world, self._world.size)
 
     def collect(self) -> None:
         """Checks that the state of every rank is complete, so that each can copy its part, see `StateSync.collect`."""
@@ -585,9 +584,9 @@ class ShardedSync(StateSync):
         leaving = [rank for rank, has_to_leave in enumerate(gather(leaves, self._world)) if has_to_leave]
         if len(leaving) < self._world.size:
             part = vars(self._placement.part(self._world))
-            self._replicas.keep_for_next(self._state.step, part, self._world, leaving)
+            self._peer_replicas.keep_for_next(self._state.step, part, self._world, leaving)
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns a copy of this rank's part of the state."""
         self._checkpoint_steps.append(self._state.step)
         part = self._placement.part(self._world)
