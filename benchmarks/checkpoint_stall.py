@@ -23,8 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -37,10 +36,9 @@ import torch
 
 from benchmarks.harness import ROOT, ingest_rows
 from ray_app.config.config import Config
-from ray_app.reduction.world import World
-from ray_app.runlog.journal import StepRecord, read_events, read_records
+from ray_app.runlog.journal import read_events, read_records
 from ray_app.train.job import Job
-from ray_app.train.membership import Flags, GenerationInfo, Phase
+from ray_app.train.membership import SingleProcessMembership
 
 BATCH = 64
 PERIOD, PAIRS = 20, 4
@@ -52,39 +50,6 @@ none.
 _LIMIT_S = 600.0
 NONE = "no checkpoint"
 OURS, SAVE = "ours", "torch.save + fsync"
-
-
-class OneWorker:
-    """The membership of one worker without Ray."""
-
-    recovers = False
-
-    @contextmanager
-    def generation(self, step: int, was_broken: bool) -> Iterator[tuple[World, GenerationInfo]]:
-        """See `Membership.generation`."""
-        del step, was_broken
-        yield World(0, 1, 1), GenerationInfo(1, 0, 1, "", 0)
-
-    def flags(self) -> Flags:
-        """See `Membership.flags`."""
-        return Flags(0)
-
-    def is_draining(self) -> bool:
-        """See `Membership.is_draining`."""
-        return False
-
-    def enter(self, phase: Phase) -> None:
-        """See `Membership.enter`."""
-
-    def report_progress(self) -> None:
-        """See `Membership.report_progress`."""
-
-    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """See `Membership.report`."""
-
-    def recorded(self) -> int:
-        """See `Membership.recorded`."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -191,11 +156,8 @@ def run_side(name: str, folder: Path) -> Cost:
         job = claim(prepared, lease.fence).job
         windows = CachedWindows(load_all(fetch_in_process, job.source))
         hook = Periods(make_saver(job, folder) if name == SAVE else None)
-        train(
-            WorkerContext(
-                job, OneWorker(), lambda job, cursor, assigned: windows, torch.device("cpu"), Hooks(after_step=hook)
-            )
-        )
+        membership, hooks = SingleProcessMembership(1, lambda: False), Hooks(after_step=hook)
+        train(WorkerContext(job, membership, lambda job, cursor, assigned: windows, torch.device("cpu"), hooks))
     records, _ = read_records(job.paths)
     steps = {step: record.step_ms for step, record in records.items() if FIRST < step <= LAST}
     throughput, cpu = 1 / median_ratio(hook.wall_s), median_ratio(hook.cpu_s)

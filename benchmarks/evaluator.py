@@ -80,7 +80,9 @@ def train_without_evaluation(folder: Path) -> Any:
 
     fields = {"train__max_steps": CHECKPOINTS * 10, "checkpoint__every_steps": 10, "checkpoint__keep_last": CHECKPOINTS}
     run_training(make_config(folder, "trained", data__eval_path=None, **fields), Console(quiet=True))
-    return prepare(make_config(folder, "trained", data__eval_path=str(folder / "digits" / "eval"), **fields)).evaluation
+    return prepare(
+        make_config(folder, "trained", data__eval_path=str(folder / "digits" / "eval"), **fields)
+    ).evaluation_job
 
 
 class Commits:

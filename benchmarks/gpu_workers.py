@@ -105,7 +105,7 @@ class Bench:
             return job
         return replace(
             job,
-            evaluation=open_rows(job.task, str(job.config.data.eval_path), read_mb=job.config.data.read_task_mb),
+            eval_source=open_rows(job.task, str(job.config.data.eval_path), read_mb=job.config.data.read_task_mb),
         )
 
     def outcomes(
@@ -172,9 +172,7 @@ def work(rank: int, store: Path, job: Job, size: int, port: int, device: str, ow
         torch_device,
         "auto" if own_gpus and device == "cuda" else "gloo",
     )
-    evaluation = job.evaluation
-    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
-    train(WorkerContext(job, membership, open_windows, torch_device, hooks, load_evaluation=load))
+    train(WorkerContext(job, membership, open_windows, torch_device, hooks))
 
 
 def device_of(device: str, number: int) -> torch.device:

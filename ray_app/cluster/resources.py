@@ -536,7 +536,7 @@ def shared_bytes(job: Job) -> int:
     if not job.config.train.strategy_traits.has_workers:
         return 0
     train_bytes = _decoded_bytes(job.source) if job.config.data.cache == "memory" else 0
-    evaluation = job.evaluation if job.workers_evaluate else None
+    evaluation = job.eval_source if job.workers_evaluate else None
     return train_bytes + (_decoded_bytes(evaluation) if evaluation is not None else 0)
 
 

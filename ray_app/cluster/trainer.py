@@ -39,7 +39,7 @@ from ray_app.runlog.output import copied_output
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.user_code import user_code
 from ray_app.train.checkpointing.persistence import SnapshotSender
-from ray_app.train.context import WorkerContext
+from ray_app.train.context import WorkerContext, load_in_process
 from ray_app.train.job import Hooks, Job, WindowSource
 from ray_app.train.loop import train
 from ray_app.train.membership import Flags
@@ -62,7 +62,7 @@ class WorkerArgs:
         rendezvous: Handle of the rendezvous actor.
         memory_cache: The decoded data, with `data.cache: memory`, see `start_memory_cache`.
         snapshot_actors: Handles of the actors that hold snapshots.
-        evaluation: The decoded evaluation data if the workers evaluate, see `start_memory_cache`.
+        eval_cache: The decoded evaluation data if the workers evaluate, see `start_memory_cache`.
         hooks: For fault tests.
         parameters: Handles of the parameter servers, with `train.strategy: parameter_server`.
         recovers_in_place: Whether workers come and go one by one; otherwise all restart after every change.
@@ -72,7 +72,7 @@ class WorkerArgs:
     rendezvous: ActorHandle
     memory_cache: MemoryCacheHandle | None = None
     snapshot_actors: tuple[ActorHandle, ...] = ()
-    evaluation: MemoryCacheHandle | None = None
+    eval_cache: MemoryCacheHandle | None = None
     hooks: Hooks = Hooks()
     parameters: ParameterService | None = None
     recovers_in_place: bool = True
@@ -102,13 +102,13 @@ class RestartCallback(UserCallback):
 
 
 class _RestartBackend(Backend):
-    """A backend that starts no process group: each generation has its own, see `cluster/rendezvous/client.py`."""
+    """The backend of workers that all restart after every change."""
 
     share_cuda_visible_devices = True
 
 
 class _InPlaceBackend(Backend):
-    """The backend of workers that come and go one by one."""
+    """The backend of workers that come and go one by one: each is a replica group of its own for Ray Train."""
 
     has_replica_groups = True
     share_cuda_visible_devices = False
@@ -148,8 +148,7 @@ class ElasticTrainer(TorchTrainer):
         train_loop_per_worker: The function that runs in each worker.
         budget: See `ElasticController`.
         worker_args: The arguments of every worker.
-        prepare: Reference of a function without arguments that each worker calls before it joins; its errors are
-            ignored.
+        prepare: Reference of a function without arguments that each pending worker calls; its errors are ignored.
         abandoned: Set when the driver does not wait for the run any more; then the controller ends its workers and
             itself.
         options: Keyword arguments of `TorchTrainer`.
@@ -298,16 +297,16 @@ def _trainer_options(
 
 
 def _prepare(worker_config: dict[str, Any]) -> None:
-    """Prepares a pending worker: imports the user's code, which comes with the job, and opens the device."""
+    """Imports the user's code, which comes with the job, and opens the device; a pending worker calls it."""
     try:
         args: WorkerArgs = ray.get(worker_config["args"])
-        _prove_device(args.job.config)
+        _open_device(args.job.config)
     # The error occurs again when the worker trains, where it is charged and reported.
     except Exception as error:
         logger.warning("Preparing to train failed: %r", error)
 
 
-def _prove_device(config: Config) -> torch.device:
+def _open_device(config: Config) -> torch.device:
     """Returns the device of this worker, on which it has computed and communicated alone, see `prove_device`."""
     # NCCL reads the name of its interface once in a process.
     use_interface_of_host(ray.util.get_node_ip_address())
@@ -354,8 +353,8 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     job = args.job
     register_secrets(job.config.to_dict())
     with user_code(lambda: "a worker alone on its device, before it joins the others"):
-        device = _prove_device(job.config)
-    # Ray Train starts all workers together, and none joins them later.
+        device = _open_device(job.config)
+    # Where all workers restart, Ray Train starts them together, and none joins them later.
     fixed_workers = None if args.recovers_in_place else ray.train.get_context().get_world_size()
     membership = RendezvousClient(
         RendezvousHandle(args.rendezvous, ANSWER_S),
@@ -370,15 +369,15 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
     try:
         if fixed_workers is not None and ray.train.get_context().get_world_rank() == 0:
             put_event(job.paths, "workers", job.fence, workers=fixed_workers)
-        evaluation, cache = args.evaluation, args.memory_cache
+        eval_cache, cache = args.eval_cache, args.memory_cache
         context = WorkerContext(
             job,
             membership,
-            WindowSource(fetch_ray, cache.read if cache is not None else None),
-            device,
-            args.hooks,
-            SnapshotSender(list(args.snapshot_actors)),
-            (lambda: evaluation.read().arrays) if evaluation is not None else None,
+            open_windows=WindowSource(fetch_ray, cache.read if cache is not None else None),
+            device=device,
+            hooks=args.hooks,
+            sender=SnapshotSender(list(args.snapshot_actors)),
+            load_evaluation=(lambda source: eval_cache.read()) if eval_cache is not None else load_in_process,
         )
         output = copied_output(job.paths, job.fence, membership.process_name, lambda: membership.progress)
         # Errors outside of more specific guards are attributed to the worker.

@@ -235,15 +235,12 @@ class Windows(Protocol):
 
     def take(self, order: EpochOrder, logical_worker: int, window: int) -> Window:
         """Returns the next window; callers take windows in the order of epochs, windows and logical workers."""
-        ...
 
     def has_next(self, count: int) -> bool:
         """Returns whether the next `count` windows can be taken without waiting and without an error."""
-        ...
 
     def close(self) -> None:
         """Frees threads and memory."""
-        ...
 
 
 class CachedWindows:

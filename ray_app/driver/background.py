@@ -162,13 +162,7 @@ class Training:
         with RunConsole(self._job, max_workers, SafeConsole(TextConsole()), lambda: []) as console:
             while True:
                 is_last = is_reached()
-                status = self._query_status()
-                waiting = status.waiting if status is not None else None
-                console.show(
-                    status.record if status else None,
-                    waiting or "waiting for the workers to start ...",
-                    waiting is not None,
-                )
+                console.show_status(self._query_status())
                 if is_last:
                     break
                 self._thread.join(_POLL_S)

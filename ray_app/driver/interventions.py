@@ -41,7 +41,7 @@ def find_intervener(job: Job, intervene: Intervener | None) -> Intervener | None
             f" {list_strategies(lambda traits: traits.can_intervene)}, or replace the callbacks by evaluate.patience"
             " (early stopping) and schedule (learning rate)."
         )
-    if job.evaluation is not None and not job.workers_evaluate:
+    if job.eval_source is not None and not job.workers_evaluate:
         raise ConfigError(
             f"evaluate.where is {config.evaluate.where}, whose evaluations may end after the next epoch has begun, but"
             " callbacks need them between two epochs. Set evaluate.where to workers."
@@ -129,8 +129,8 @@ class Answers:
             batches=[] if is_live else list(map(RunningMeans().add, records)),
             logs=means(records) if records else {},
             scores=next((e.metrics for e in read_scores(job.paths) if e.step == step), None),
-            eval_batches=-(-job.evaluation.manifest.num_rows // job.config.evaluate.batch_size)
-            if job.evaluation
+            eval_batches=-(-job.eval_source.manifest.num_rows // job.config.evaluate.batch_size)
+            if job.eval_source
             else 0,
             is_live=is_live,
             parameters=parameters,

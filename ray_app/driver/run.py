@@ -98,18 +98,18 @@ class Faults:
     before_evaluation: Callable[[Commit], None] | None = None
 
 
-class Phases:
-    """Measures the seconds of each phase of a start; without its time (s since 1970) the first one is left out."""
+class StartTimer:
+    """Measures the seconds of each part of a start; without its time (s since 1970) the first one is left out."""
 
     def __init__(self, since_s: float | None) -> None:
         self.seconds: dict[str, float] = {}
         self._since_s = since_s
 
-    def end(self, phase: str) -> None:
-        """Ends a phase and begins the next."""
+    def end(self, part: str) -> None:
+        """Ends a part and begins the next."""
         now = time.time()
         if self._since_s is not None:
-            self.seconds[phase] = now - self._since_s
+            self.seconds[part] = now - self._since_s
         self._since_s = now
 
 
@@ -160,8 +160,8 @@ def open_run(
         intervene: May change the run between two epochs; None: as the task says.
         pause_epochs: Epochs of the run after which this start ends as `interrupted`; None: it goes on to the end.
     """
-    phases = Phases(since_s)
-    phases.end("command")
+    timer = StartTimer(since_s)
+    timer.end("command")
     if config.tracking.enabled:
         check_available(config)
     check_storage(config)
@@ -172,7 +172,7 @@ def open_run(
         # The number of workers and of their GPUs is known now.
         config = prepared.job.config
         intervene = find_intervener(prepared.job, intervene)
-        phases.end("preparation")
+        timer.end("preparation")
         if config.train.strategy_traits.has_workers:
             import_in_background("ray_app.driver.train_thread")
         interrupted = threading.Event()
@@ -184,7 +184,7 @@ def open_run(
             cluster(config) as is_own_cluster,
             signals,
         ):
-            phases.end("cluster")
+            timer.end("cluster")
             capacity = cluster_capacity()
             max_workers = workers_that_fit(config, capacity)
             check_window_memory(prepared.job, max_workers, capacity.nodes)
@@ -203,13 +203,15 @@ def open_run(
                 print_start(safe_console, prepared, max_workers)
                 if prepared.changed_data:
                     put_event(prepared.job.paths, "data_changed", lease.fence, changed=list(prepared.changed_data))
-                if prepared.changed:
-                    put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed))
+                if prepared.changed_code:
+                    put_event(prepared.job.paths, "code_changed", lease.fence, changed=list(prepared.changed_code))
                 quiet_console = SafeConsole(TextConsole(quiet=True, force_jupyter=False))
-                phases.end("claim")
+                timer.end("claim")
                 consoles = safe_console, quiet_console if background else safe_console
-                ends = is_own_cluster, interrupted
-                yield Run(prepared, lease, max_workers, consoles, faults, *ends, phases.seconds, intervene)
+                start_s = timer.seconds
+                yield Run(
+                    prepared, lease, max_workers, consoles, faults, is_own_cluster, interrupted, start_s, intervene
+                )
 
 
 class Run:
@@ -220,7 +222,7 @@ class Run:
         consoles: The console for messages, and that for the progress of the steps.
         is_own_cluster: Whether the driver started the cluster, which then ends with it.
         interrupted: Set when the run is to stop.
-        phases: Seconds of the phases of the start.
+        start_s: Seconds of each part of the start.
         intervene: May change the run between two epochs; None: nothing does.
     """
 
@@ -233,14 +235,14 @@ class Run:
         faults: Faults,
         is_own_cluster: bool,
         interrupted: threading.Event,
-        phases: dict[str, float],
+        start_s: dict[str, float],
         intervene: Intervener | None = None,
     ) -> None:
         self.job = replace(prepared.job, is_intervened=intervene is not None)
         self._answers = Answers(self.job, intervene) if intervene is not None else None
         self._config = prepared.job.config
-        self._evaluation, self._constant_scores = prepared.evaluation, dict(prepared.constant_scores)
-        self._phases = phases
+        self._evaluation_job, self._constant_scores = prepared.evaluation_job, dict(prepared.constant_scores)
+        self._start_s = start_s
         self._max_workers = max_workers
         self._console, self._progress = consoles
         self._faults = faults
@@ -252,7 +254,7 @@ class Run:
         lease.on_lost(self._interrupted.set)
         # A program opens an MLflow run in its own thread.
         is_tracked = self._config.tracking.enabled
-        self._open_run = OpenRun.find(default_tracking_uri(self._config)) if is_tracked else OpenRun()
+        self._mlflow_run = OpenRun.find(default_tracking_uri(self._config)) if is_tracked else OpenRun()
 
     def stop(self) -> None:
         """Asks the run to end after the present step, with a checkpoint; from any thread."""
@@ -265,14 +267,14 @@ class Run:
             "max_workers": self._max_workers,
             "total_steps": job.total_steps,
             "version": __version__,
-            "phases": self._phases,
+            "phases": self._start_s,
             "metric": job.best_metric,
             "mode": job.best_mode,
             "constant": self._constant_scores,
             "ray_job": ray_job(),
         }
         put_event(job.paths, "started", job.fence, **facts)
-        tracker = make_tracker(job, self._console, self._open_run)
+        tracker = make_tracker(job, self._console, self._mlflow_run)
         board = EventFileWriter(job.paths, job.config) if job.config.tracking.tensorboard else None
         observers = Observers(job, load_observers(job.config))
         recorders = [recorder for recorder in (tracker, board) if recorder is not None]
@@ -282,18 +284,19 @@ class Run:
             with observers.watching(), ExitStack() as stack:
                 CheckpointStore(job.paths).clean(job.fence)
                 evaluator = stack.enter_context(
-                    EvaluatorClient(self._evaluation, not self._is_own_cluster, self._faults.before_evaluation)
+                    EvaluatorClient(self._evaluation_job, not self._is_own_cluster, self._faults.before_evaluation)
                 )
                 if not self._is_trained_and_intact() and not self._interrupted.is_set():
                     if self._config.train.strategy_traits.has_workers:
                         self._train(stack, evaluator, observe)
                     else:
-                        parts = self._progress, evaluator.waiting, self._faults.train, self._answers
-                        train_single(job, self._stops, *parts)
+                        train_single(
+                            job, self._stops, self._progress, evaluator.list_pending, self._faults.train, self._answers
+                        )
                 # The evaluation counts as incomplete until `finish` returns, also if it is interrupted.
                 self._is_evaluated = False
                 self._is_evaluated = evaluator.finish(
-                    lambda: self._interrupted.is_set() or self._is_over(), self._console
+                    lambda: self._interrupted.is_set() or self._poll_early_stop(), self._console
                 )
         except KeyboardInterrupt:
             self._interrupted.set()
@@ -354,7 +357,7 @@ class Run:
 
     def _is_trained(self, last_step: int) -> bool:
         newest = newest_commit(self.job)
-        return (newest is not None and newest.step >= last_step) or self._is_over()
+        return (newest is not None and newest.step >= last_step) or self._poll_early_stop()
 
     def _is_trained_and_intact(self) -> bool:
         """Returns whether there is nothing to train, and verifies the newest checkpoint, which no restore does then."""
@@ -364,8 +367,8 @@ class Run:
         store.load_newest(partial(record_fallback, self.job), read=store.open_verified)
         return self._is_trained(self.job.last_step)
 
-    def _is_over(self) -> bool:
-        """Returns whether the evaluations have ended training, and reads them until they have."""
+    def _poll_early_stop(self) -> bool:
+        """Reads the evaluations until they have ended training, and returns whether they have."""
         try:
             self._stops_early = self._stops_early or self.job.early_stop() is not None
         except OSError as error:
@@ -382,14 +385,14 @@ class Run:
         worker_args = start_actors(stack, job, self._faults.train)
         rendezvous = RendezvousHandle(worker_args.rendezvous, _REPLY_TIMEOUT_S)
         max_workers, metrics = self._config.scaling.worker_limit, RunMetrics(job.paths.name)
-        console = RunConsole(job, max_workers, self._progress, evaluator.waiting, metrics)
+        console = RunConsole(job, max_workers, self._progress, evaluator.list_pending, metrics)
         with console as run_console, TrainThread(worker_args, self._max_workers) as thread:
             is_stop_printed = False
             next_poll_s = time.monotonic()
             limits = WaitLimits(job.last_step)
             while thread.is_alive():
                 if (began_s := time.monotonic()) >= next_poll_s:
-                    self._is_over()
+                    self._poll_early_stop()
                     next_poll_s = began_s + poll_pause_s(poll_interval_s(job.paths.root), time.monotonic() - began_s)
                 phases = None
                 if self._interrupted.is_set() or self._stops_early:
@@ -401,7 +404,7 @@ class Run:
                     _answer(lambda: rendezvous.raise_flags(Flags.STOP))
                     phases = [heartbeat.phase for heartbeat in _answer(rendezvous.workers) or []]
                 status = _answer(rendezvous.status)
-                self._show(run_console, status)
+                run_console.show_status(status)
                 if exceeded := limits.check(time.monotonic(), status, phases):
                     put_event(job.paths, "workers_abandoned", job.fence, reason=exceeded)
                     self._console.print(
@@ -416,20 +419,14 @@ class Run:
             self._error = thread.error
             run_console.show_last()
 
-    def _show(self, console: RunConsole, status: RendezvousStatus | None) -> None:
-        if status is None:
-            return console.show(None, "waiting for the rendezvous to answer ...", waits=True)
-        waiting = status.waiting or "waiting for the workers to start ..."
-        return console.show(status.record, waiting, status.waiting is not None)
-
     def _stops(self, reads_evaluations: bool) -> bool:
         """Returns whether to stop after this step; reading the evaluations (`reads_evaluations`) takes a moment."""
-        return self._interrupted.is_set() or (self._is_over() if reads_evaluations else self._stops_early)
+        return self._interrupted.is_set() or (self._poll_early_stop() if reads_evaluations else self._stops_early)
 
     def _status(self) -> RunStatus:
         if self._error is not None:
             return "failed"
-        if self._is_over():
+        if self._poll_early_stop():
             return "stopped_early"
         # Without all evaluations it is not known whether the run would have stopped early.
         is_undecided = not self._is_evaluated and (
@@ -514,10 +511,10 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
             "the run is stored inside the job's copy of the working directory, which Ray removes; set run.storage_path"
             " to a folder that all nodes share."
         )
-    if prepared.changed:
+    if prepared.changed_code:
         warnings.append(
-            f"{job.paths.name} continues with different code or defaults: {', '.join(prepared.changed)}. Its result"
-            " will match neither version; run.changed: refuse does not start such a run."
+            f"{job.paths.name} continues with different code or defaults: {', '.join(prepared.changed_code)}. Its"
+            " result will match neither version; run.changed: refuse does not start such a run."
         )
     if prepared.changed_data:
         warnings.append(
@@ -526,7 +523,7 @@ def print_start(console: SafeConsole, prepared: Prepared, max_workers: int) -> N
         )
     branch = [redact(f"{prepared.branch}.")] if prepared.branch is not None else []
     before, after = ((f"Warning: {text}" for text in texts) for texts in (warnings, prepared.warnings))
-    for line in [*branch, *before, *prepared.data, *after]:
+    for line in [*branch, *before, *prepared.columns, *after]:
         console.print(line)
     passes = ""
     if job.steps_per_epoch != job.plan.steps_per_epoch:

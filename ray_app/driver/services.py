@@ -44,8 +44,8 @@ def make_tracker(job: Job, console: SafeConsole, open_run: OpenRun) -> Tracker |
     if not config.tracking.enabled:
         return None
     datasets = [DataSet("training", ", ".join(config.data.sources), manifest.digest, manifest.num_rows)]
-    if job.evaluation is not None:
-        evaluated = job.evaluation.manifest
+    if job.eval_source is not None:
+        evaluated = job.eval_source.manifest
         datasets.append(DataSet("evaluation", str(config.data.evaluation_path), evaluated.digest, evaluated.num_rows))
     tags, submission = make_run_tags(job.paths, config, manifest.digest), ray_job()
     has_page = submission is not None and submission["page"] is not None
@@ -101,13 +101,13 @@ class EvaluatorClient:
         if self._evaluator is not None:
             self._evaluator.end()
 
-    def waiting(self) -> list[Commit]:
+    def list_pending(self) -> list[Commit]:
         """Returns the checkpoints that wait for an evaluation; raises `OSError` if the storage does not answer."""
         if self._job is None or self._metrics is None:
             return []
-        waiting = pending_commits(self._job)
-        self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - waiting[0].time_s) if waiting else 0.0)
-        return waiting
+        pending = pending_commits(self._job)
+        self._metrics.set("evaluator_lag_seconds", max(0.0, time.time() - pending[0].time_s) if pending else 0.0)
+        return pending
 
     def finish(self, is_over: Callable[[], bool], console: SafeConsole) -> bool:
         """Waits until the evaluator has caught up, at most `_DRAIN_TIMEOUT_S`, or until `is_over` says to stop.
@@ -125,7 +125,7 @@ class EvaluatorClient:
         steps: list[int] = []
         while not is_over():
             try:
-                steps = [commit.step for commit in self.waiting()]
+                steps = [commit.step for commit in self.list_pending()]
                 if not steps:
                     return True
             # The storage may fail for a while.
@@ -147,6 +147,6 @@ class EvaluatorClient:
                 )
             time.sleep(_POLL_S)
         try:
-            return not self.waiting()
+            return not self.list_pending()
         except OSError:
             return False

@@ -10,19 +10,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 from ray import cloudpickle
 
 from ray_app.checkpoint.store import Commit
 from ray_app.config.config import Config
-from ray_app.data.reader import Decoded, RowSource, fetch_in_process, load_all
+from ray_app.data.reader import Decoded, RowSource, fetch_in_process
 from ray_app.devices import HOST, accelerator
 from ray_app.driver.interventions import Answers
 from ray_app.errors import ConfigError
 from ray_app.storage.files import poll_interval_s
 from ray_app.task.environment import restore_process_state
-from ray_app.train.context import WorkerContext
+from ray_app.train.context import WorkerContext, load_in_process
 from ray_app.train.job import Hooks, Job, WindowSource
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
@@ -39,15 +38,13 @@ def train_in_process(
         answers: Lets code intervene between two epochs.
     """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
-    evaluation = job.evaluation if job.workers_evaluate else None
-    load_rows = partial(load_all, fetch_in_process) if job.pause_step is None else _load_for_trials
-    load = (lambda: load_rows(evaluation).arrays) if evaluation is not None else None
+    load_rows = load_in_process if job.pause_step is None else _load_for_trials
     read_cache = (lambda: load_rows(job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
-        context = WorkerContext(job, membership, windows, device, hooks, load_evaluation=load)
+        context = WorkerContext(job, membership, windows, device, hooks, load_evaluation=load_rows)
         if answers is not None:
-            context = replace(context, ask=answers.answer, at_batch=lambda: answers.at_batch(membership.newest))
+            context = replace(context, ask=answers.answer, ends_epoch=lambda: answers.at_batch(membership.newest))
         train(context)
 
 
@@ -63,7 +60,7 @@ def _load_for_trials(source: RowSource) -> Decoded:
     # The memory of the older ones is freed first.
     while rows is None and len(_rows) >= _MAX_SOURCES:
         del _rows[next(iter(_rows))]
-    _rows[key] = load_all(fetch_in_process, source) if rows is None else rows
+    _rows[key] = load_in_process(source) if rows is None else rows
     return _rows[key]
 
 
@@ -99,7 +96,7 @@ def train_single(
     job: Job,
     stops: Callable[[bool], bool],
     console: SafeConsole,
-    waiting: Callable[[], list[Commit]],
+    list_pending: Callable[[], list[Commit]],
     hooks: Hooks,
     answers: Answers | None,
 ) -> None:
@@ -107,7 +104,7 @@ def train_single(
 
     Args:
         stops: Returns whether to stop; its argument says whether to read the evaluations for that.
-        waiting: Returns the checkpoints that wait for the evaluator.
+        list_pending: Returns the checkpoints that wait for the evaluator.
         answers: Lets code intervene between two epochs; None: nothing does.
     """
     membership = SingleProcessMembership(job.plan.logical_workers, lambda: stops(False))
@@ -116,7 +113,7 @@ def train_single(
 
     def watch() -> None:
         polled_s = 0.0
-        with RunConsole(job, 1, plain_console, waiting, RunMetrics(job.paths.name)) as run_console:
+        with RunConsole(job, 1, plain_console, list_pending, RunMetrics(job.paths.name)) as run_console:
             while not ended.wait(_CHECK_S):
                 if time.monotonic() - polled_s > poll_interval_s(job.paths.root):
                     polled_s = time.monotonic()

@@ -55,19 +55,19 @@ def start_actors(stack: ExitStack, job: Job, hooks: Hooks) -> WorkerArgs:
     if config.data.cache == "memory":
         memory_cache = start_memory_cache(job.source)
         stack.callback(memory_cache.end)
-    evaluation = None
-    if job.workers_evaluate and job.evaluation is not None:
-        evaluation = start_memory_cache(job.evaluation)
-        stack.callback(evaluation.end)
+    eval_cache = None
+    if job.workers_evaluate and job.eval_source is not None:
+        eval_cache = start_memory_cache(job.eval_source)
+        stack.callback(eval_cache.end)
     parameters = None
     if config.train.strategy_traits.has_servers:
         parameters = start_parameter_service(job, RendezvousHandle(rendezvous), snapshot_actors, hooks)
         for actor in parameters.actors:
             stack.callback(_end_actor, actor)
-    cached = [job.source if memory_cache is not None else None, job.evaluation]
+    cached = [job.source if memory_cache is not None else None, job.eval_source]
     if memory_cache is None or not all(is_small(source) for source in cached if source is not None):
         threading.Thread(target=start_shared_actors, name="anchor", daemon=True).start()
-    return WorkerArgs(job, rendezvous, memory_cache, tuple(snapshot_actors), evaluation, hooks, parameters)
+    return WorkerArgs(job, rendezvous, memory_cache, tuple(snapshot_actors), eval_cache, hooks, parameters)
 
 
 def _end_rendezvous(rendezvous: ActorHandle) -> None:

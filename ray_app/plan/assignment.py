@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-Node = tuple[int, int]
+TreeNode = tuple[int, int]
 
 
 def logical_workers_of(rank: int, world_size: int, logical_workers: int, strided: bool = False) -> range:
@@ -42,15 +42,15 @@ def blocks_by_speed(seconds: Sequence[float], logical_workers: int) -> tuple[ran
     return tuple(range(low, high) for low, high in pairwise(accumulate(sizes, initial=0)))
 
 
-def split_point(node: Node) -> int:
+def split_point(node: TreeNode) -> int:
     """Returns the logical worker at which a node of two or more splits."""
     return node[0] + (1 << (node[1] - node[0] - 1).bit_length() - 1)
 
 
-def subtrees(block: range, logical_workers: int) -> list[Node]:
+def subtrees(block: range, logical_workers: int) -> list[TreeNode]:
     """Returns the largest nodes of the tree that lie in a block, from left to right; together they are the block."""
 
-    def collect(node: Node) -> list[Node]:
+    def collect(node: TreeNode) -> list[TreeNode]:
         low, high = node
         if block.start <= low and high <= block.stop:
             return [node]

@@ -308,7 +308,7 @@ def try_repetitions(context: PreflightContext) -> CheckResult:
     del context.row_probe
     enter = context.exit_stack.enter_context
     folder = Path(enter(tempfile.TemporaryDirectory(prefix="ray_app-check-")))
-    job = make_short_job(replace(context.job, evaluation=context.eval_source), context.initial.params, folder)
+    job = make_short_job(replace(context.job, eval_source=context.eval_source), context.initial.params, folder)
     context.short_trainings = ShortTrainings(job, enter(closing(Sandbox(folder / "processes"))))
     result = context.short_trainings.first.impurities
     if result.error is not None or result.value:

@@ -61,31 +61,31 @@ class Prepared:
 
     Args:
         job: The job of the training workers.
-        evaluation: The job of the evaluator, if it runs concurrently with training.
+        evaluation_job: The job of the evaluator, if it runs concurrently with training.
         resumes: Whether the run exists already.
         initial: The initial parameters, if this start has read them from `train.init_from`.
         code: The source files and library versions of the configured classes.
-        changed: Differences of `code` from the last start, each a phrase.
+        changed_code: Differences of `code` from the last start, each a phrase.
         warnings: Warnings about the data, the metrics and the model, each one or two sentences.
-        data: Lines that describe the columns that the task uses.
+        columns: Lines that describe the columns that the task uses.
         example: One or two decoded rows.
-        data_files: Size and modification time, or ETag, of the data files.
-        changed_data: Differences of `data_files` from the last start, each a sentence.
+        data_versions: Size and modification time, or ETag, of the data files.
+        changed_data: Differences of `data_versions` from the last start, each a sentence.
         constant_scores: The metrics of a constant prediction on the evaluation data.
         reading_rates: How fast rows are decoded and trained on, with GPUs and without a cache.
         branch: The checkpoint of another run that a new run continues from.
     """
 
     job: Job
-    evaluation: EvaluationJob | None
+    evaluation_job: EvaluationJob | None
     resumes: bool
     initial: dict[str, Tensor] | None = None
     code: CodeVersions | None = None
-    changed: tuple[str, ...] = ()
+    changed_code: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     example: Arrays | None = None
-    data_files: DataVersions | None = None
+    data_versions: DataVersions | None = None
     changed_data: tuple[str, ...] = ()
     constant_scores: Mapping[str, float] = field(default_factory=dict)
     reading_rates: ReadingRates | None = None
@@ -112,28 +112,26 @@ def prepare(config: Config, pause_epochs: int | None = None) -> Prepared:
         for check in _checks_of_start(context, pause_epochs is not None):
             if (outcome := check.execute(context)) is not None:
                 warnings += outcome.warnings
-        job, data = context.job, context.eval_source
-        evaluation = (
-            EvaluationJob.of(context.config, job.task, job.run_root, 0, data)
-            if data is not None and not job.workers_evaluate
-            else None
-        )
+        job, eval_source = context.job, context.eval_source
+        evaluation_job = None
+        if eval_source is not None and not job.workers_evaluate:
+            evaluation_job = EvaluationJob.of(context.config, job.task, job.run_root, 0, eval_source)
         pause_step = None if pause_epochs is None else pause_epochs * job.steps_per_epoch
         return Prepared(
-            replace(job, evaluation=data, pause_step=pause_step),
-            evaluation,
-            context.before is not None,
-            context.initial.params,
-            context.code,
-            tuple(context.changed_code),
-            tuple(warnings),
-            tuple(context.used_columns),
-            {name: values[:2] for name, values in (context.eval_rows or context.rows).items()},
-            context.data_versions,
-            tuple(context.changed_data),
-            context.constant_scores,
-            context.reading_rates,
-            context.branch and context.branch.compare(job.config),
+            job=replace(job, eval_source=eval_source, pause_step=pause_step),
+            evaluation_job=evaluation_job,
+            resumes=context.before is not None,
+            initial=context.initial.params,
+            code=context.code,
+            changed_code=tuple(context.changed_code),
+            warnings=tuple(warnings),
+            columns=tuple(context.used_columns),
+            example={name: values[:2] for name, values in (context.eval_rows or context.rows).items()},
+            data_versions=context.data_versions,
+            changed_data=tuple(context.changed_data),
+            constant_scores=context.constant_scores,
+            reading_rates=context.reading_rates,
+            branch=context.branch and context.branch.compare(job.config),
         )
 
 
@@ -198,16 +196,16 @@ def claim(prepared: Prepared, fence: int) -> Prepared:
         put_rows(job.paths.example, prepared.example)
         if (tokenizer := find_file(to_location(job.config.data.sources[0]) / TOKENIZER_FILE)) is not None:
             put_atomic(job.paths.tokenizer, tokenizer.location.read_bytes())
-    if prepared.code is not None and (prepared.changed or not prepared.resumes):
+    if prepared.code is not None and (prepared.changed_code or not prepared.resumes):
         store_code(job.paths, prepared.code)
-    if prepared.data_files is not None:
-        store_data_versions(job.paths, prepared.data_files)
+    if prepared.data_versions is not None:
+        store_data_versions(job.paths, prepared.data_versions)
     if not prepared.resumes:
         put_config(job.paths, fill_defaults(job.config)[0])
     else:
         update_stored_config(replace(job, fence=fence))
-    evaluation = replace(prepared.evaluation, fence=fence) if prepared.evaluation else None
-    return replace(prepared, job=replace(job, fence=fence), evaluation=evaluation)
+    evaluation_job = replace(prepared.evaluation_job, fence=fence) if prepared.evaluation_job else None
+    return replace(prepared, job=replace(job, fence=fence), evaluation_job=evaluation_job)
 
 
 def update_stored_config(job: Job) -> None:

@@ -99,10 +99,8 @@ def train_rank(
     rank: int, store: Path, job: Job, size: int, hooks: Hooks, windows: OpenWindows, membership: MembershipFactory
 ) -> None:
     """Runs the training loop as one rank of several; the process group meets at the file `store`."""
-    evaluation = job.evaluation if job.workers_evaluate else None
-    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     world = World(rank, size, job.plan.logical_workers)
-    train(WorkerContext(job, membership(world, store), windows, HOST, hooks, load_evaluation=load))
+    train(WorkerContext(job, membership(world, store), windows, HOST, hooks))
 
 
 def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) -> Job:
@@ -120,14 +118,14 @@ def make_short_job(job: Job, initial: dict[str, Tensor] | None, folder: Path) ->
     # The few rows are used without weights.
     config = config.replace(data__path=config.data.sources[0])
     plan = make_plan(config, _sample_manifest(job.plan.manifest), None)
-    evaluation, initial_file = job.evaluation, None
+    evaluation, initial_file = job.eval_source, None
     if evaluation is not None:
         evaluation = RowSource(evaluation.reader, _sample_manifest(evaluation.manifest), evaluation.task_rows)
     if initial is not None:
         initial_file = str(folder / "initial.safetensors")
         safetensors.torch.save_file(initial, initial_file)
     job = replace(job, config=config, plan=plan, run_root=str(folder / "run"), fence=1)
-    return replace(job, evaluation=evaluation, initial=initial_file)
+    return replace(job, eval_source=evaluation, initial=initial_file)
 
 
 def _sample_manifest(manifest: Manifest) -> Manifest:
@@ -247,7 +245,7 @@ def _copy_from_middle(job: Job, name: str) -> Job:
 def export_untrained(job: Job) -> tuple[str, tuple[str, ...]]:
     """Exports the untrained model and compares it; returns the format, and why it is not a `torch.export` program."""
     seed_init(job.config.seed, HOST)
-    source = job.evaluation or job.source
+    source = job.eval_source or job.source
     with tempfile.TemporaryDirectory() as folder:
         export = write_files(
             job.task, job.task.build_model(), decode_first_rows(source.reader, source.manifest, 2), Path(folder)

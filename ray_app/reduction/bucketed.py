@@ -85,7 +85,7 @@ class Bucket:
         missing: The parameters without a complete gradient of the rank's last logical worker.
         sums: The flat tensors that this rank has between two stages of the reduction.
         get_buffer: `BufferPool.get` of this bucket's pool.
-        is_on_host: Whether gradients of parameters on a device are added in the memory of the host.
+        copies_to_host: Whether gradients of parameters on a device are copied to the host and added there.
         is_direct: Whether shards travel by `DirectTransport`, so that ranks may start their buckets in different
             orders.
     """
@@ -100,8 +100,8 @@ class Bucket:
         shard_unit = _ALIGNED_SHARD_BYTES // first.element_size()
         self.shard_numel = -(-self.numel // (world.size * shard_unit)) * shard_unit
         memory = _memory_of_buckets(first.device, world)
-        self._device, self.is_on_host = first.device, memory != first.device
-        self._memory_options: dict[str, Any] = {"dtype": first.dtype, "device": memory, "pin_memory": self.is_on_host}
+        self._device, self.copies_to_host = first.device, memory != first.device
+        self._memory_options: dict[str, Any] = dict(dtype=first.dtype, device=memory, pin_memory=self.copies_to_host)
         self._logical_workers = world.logical_workers
         self.result = self._allocate(self.shard_numel * world.size)
         zeros = torch.zeros(unit, dtype=first.dtype, device=first.device)
@@ -134,9 +134,9 @@ class Bucket:
     def totals(self) -> list[Tensor]:
         """Returns the sum for each parameter on the parameters' device, when the bucket is reduced."""
         self.add_copied_leaf()
-        return self._cut(self.result.to(self._device, non_blocking=True)) if self.is_on_host else self.views
+        return self._cut(self.result.to(self._device, non_blocking=True)) if self.copies_to_host else self.views
 
-    def collect(self, logical_worker: int) -> None:
+    def take_gradients(self, logical_worker: int) -> None:
         """Moves the parameters' gradients into the tree as the leaf of a logical worker.
 
         A missing gradient counts as zeros.
@@ -160,7 +160,7 @@ class Bucket:
             for part in (value.reshape(-1), gap)
             if part is not None
         ]
-        if self.is_on_host:
+        if self.copies_to_host:
             flat[: self.numel].copy_(torch.cat(parts), non_blocking=True)
             self._copied = kind_of(self._device).current_stream(self._device).record_event(), logical_worker, flat
         else:
@@ -367,7 +367,7 @@ class BucketedReducer(GradientReducer):
             for bucket in self._buckets:
                 if logical_worker in self._watched:
                     self._checksums[logical_worker] += self._checksums_of(bucket.parameters)
-                bucket.collect(logical_worker)
+                bucket.take_gradients(logical_worker)
 
     def _checksums_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Returns the checksum of each parameter that has a gradient."""
@@ -416,7 +416,7 @@ class BucketedReducer(GradientReducer):
 
     def launch(self) -> None:
         """See `GradientReducer.launch`."""
-        # A parameter without a gradient is unused, and `Bucket.collect` adds zeros for it.
+        # A parameter without a gradient is unused, and `Bucket.take_gradients` adds zeros for it.
         for bucket in self._buckets:
             bucket.missing = set()
         self._launch_ready()
@@ -428,7 +428,7 @@ class BucketedReducer(GradientReducer):
             self._next_bucket += 1
             if self._last_logical_worker in self._watched:
                 self._checksums[self._last_logical_worker] += self._checksums_of(bucket.parameters)
-            bucket.collect(self._last_logical_worker)
+            bucket.take_gradients(self._last_logical_worker)
             if self._world.size > 1:
                 with self._launch_guard():
                     self._send(bucket)
@@ -440,7 +440,7 @@ class BucketedReducer(GradientReducer):
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
-        if bucket.is_on_host:
+        if bucket.copies_to_host:
             bucket.add_copied_leaf()
         # The first tensor is `bucket.result`, see `Bucket.add_leaf`.
         first, *more = [value for _, value in bucket.tree.nodes]
@@ -455,7 +455,7 @@ class BucketedReducer(GradientReducer):
 
         It scatters and adds from the first stage to the last, and then gathers from the last stage to the first.
         """
-        if bucket.is_on_host:
+        if bucket.copies_to_host:
             bucket.add_copied_leaf()
         bucket.sums = [value for _, value in bucket.tree.nodes]
         bucket.scatter(*self._stages[0])
@@ -482,7 +482,7 @@ class BucketedReducer(GradientReducer):
             with self._launch_guard():
                 self._executor.drain()
         for bucket in self._buckets:
-            totals = bucket.totals() if bucket.is_on_host else bucket.views
+            totals = bucket.totals() if bucket.copies_to_host else bucket.views
             for p, total in zip(bucket.parameters, totals, strict=True):
                 p.grad = total
 

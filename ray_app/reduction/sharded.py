@@ -36,7 +36,7 @@ from torch.utils import swap_tensors
 from ray_app.config.sections import TrainSection
 from ray_app.devices import HOST, kind_of
 from ray_app.errors import ConfigError
-from ray_app.plan.assignment import Node, subtrees
+from ray_app.plan.assignment import TreeNode, subtrees
 from ray_app.reduction.overlap import record_on_current_stream
 from ray_app.reduction.peer_errors import collective, launch_guard
 from ray_app.reduction.reducer import ALIGNED_BYTES, GradientReducer, gradient_norms, partial_gradient_error
@@ -393,7 +393,7 @@ class _LeafAllToAll(ReduceScatter):
         return range(self.first, min(self.first + self._world.size, self._world.logical_workers))
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[TreeNode]:
         """The nodes of the tree that consist of the logical workers of this pass."""
         return subtrees(self.leaves, self._world.logical_workers)
 

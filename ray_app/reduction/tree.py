@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, split_point, subtrees
+from ray_app.plan.assignment import TreeNode, split_point, subtrees
 from ray_app.torch_private import foreach_add_
 
 
-def tree_parents(logical_workers: int) -> dict[Node, Node]:
+def tree_parents(logical_workers: int) -> dict[TreeNode, TreeNode]:
     """Returns the parent of every node of the tree except the root."""
-    parents: dict[Node, Node] = {}
+    parents: dict[TreeNode, TreeNode] = {}
 
-    def descend(node: Node) -> None:
+    def descend(node: TreeNode) -> None:
         if node[1] - node[0] > 1:
             for child in ((node[0], split_point(node)), (split_point(node), node[1])):
                 parents[child] = node
@@ -43,13 +43,13 @@ class TreeSum:
     """
 
     def __init__(
-        self, parents: dict[Node, Node], total: Tensor | None = None, add: Callable[..., Any] = torch.add
+        self, parents: dict[TreeNode, TreeNode], total: Tensor | None = None, add: Callable[..., Any] = torch.add
     ) -> None:
         self._parents, self._total = parents, total
         self._add = add
-        self.nodes: list[tuple[Node, Any]] = []
+        self.nodes: list[tuple[TreeNode, Any]] = []
 
-    def push(self, node: Node, value: Any) -> list[Any]:
+    def push(self, node: TreeNode, value: Any) -> list[Any]:
         """Adds the tensor of the next node and returns the tensors that the tree no longer needs.
 
         Args:
@@ -85,7 +85,7 @@ def add_lists(left: list[Tensor], right: list[Tensor], out: list[Tensor]) -> Non
 
 
 @cache
-def are_rows(nodes: tuple[Node, ...], logical_workers: int) -> bool:
+def are_rows(nodes: tuple[TreeNode, ...], logical_workers: int) -> bool:
     """Returns whether `add_rows` adds the sums of nodes to that of one node.
 
     They are then neighbors that together are a node, and hold the same power of two of logical workers each, but for

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ray_app.plan.assignment import Node, logical_workers_of, subtrees
+from ray_app.plan.assignment import TreeNode, logical_workers_of, subtrees
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Stage:
     """
 
     ranks: tuple[int, ...]
-    nodes: tuple[tuple[Node, ...], ...]
+    nodes: tuple[tuple[TreeNode, ...], ...]
 
     @cached_property
-    def all_nodes(self) -> tuple[Node, ...]:
+    def all_nodes(self) -> tuple[TreeNode, ...]:
         """The nodes of all ranks, from left to right."""
         return tuple(node for nodes in self.nodes for node in nodes)
 

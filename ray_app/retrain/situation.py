@@ -198,7 +198,7 @@ def inspect_data(
 ) -> DataInspection:
     """Reads a delivery once, and scores the champion on it; raises DataError if the data cannot be used."""
     job = prepare(config).job
-    assert job.evaluation is not None
+    assert job.eval_source is not None
     label = label_column(job.task)
     if champion is not None:
         refuse_other_names(

@@ -289,7 +289,7 @@ class MetricsWriter:
         self._fence = fence
         self._flush_s = flush_s or max(FLUSH_S, poll_interval_s(paths.metrics))
         self._pending: list[StepRecord] = []
-        self.written_step = 0
+        self.stored_step = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-writer", daemon=True)
@@ -307,7 +307,7 @@ class MetricsWriter:
                 return
             put_segment(self._paths, self._fence, records)
             del self._pending[: len(records)]
-            self.written_step = max(self.written_step, records[-1].step)
+            self.stored_step = max(self.stored_step, records[-1].step)
 
     def close(self) -> None:
         """Writes the queued records and ends the thread."""

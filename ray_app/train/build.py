@@ -73,14 +73,11 @@ def build_step(
     """
     train = job.config.train
     state.train()
-
-    def make_stats() -> StepStats:
-        return StepStats(world, timer.breakdown if timer is not None else None)
-
+    measure = timer.breakdown if timer is not None else None
     # One local step with an outer learning rate of 1 and without momentum is `ddp`, which `Step` computes.
     if train.strategy == "local_sgd" and (train.local_steps, train.outer_lr, train.outer_momentum) != (1, 1.0, 0.0):
         reducer = BucketedReducer(state.model, world, train.reduction, train.bucket_mb)
-        return LocalStep(job, state, reducer, make_stats(), world, device, enter, timer)
+        return LocalStep(job, state, reducer, StepStats(world, measure), world, device, enter, timer)
     make_passes: Callable[..., Passes] = Passes
     if train.strategy == "fsdp":
         from ray_app.train.strategies.fully_sharded import ShardedPasses
@@ -100,9 +97,20 @@ def build_step(
         if compared_workers is not None:
             assert isinstance(reducer, BucketedReducer), "checked with the configuration"
             sdc = SdcChecker(compared_workers, world, passes, buffers, reducer)
-        max_norm = train.grad_clip_norm
-        parts = (job.task, state, passes, reducer, buffers, make_stats(), world, enter, max_norm, timer, sdc)
-        return Step(*parts, job.steps_per_epoch)
+        return Step(
+            task=job.task,
+            state=state,
+            passes=passes,
+            reducer=reducer,
+            buffers=buffers,
+            stats=StepStats(world, measure),
+            world=world,
+            enter=enter,
+            max_norm=train.grad_clip_norm,
+            timer=timer,
+            sdc=sdc,
+            epoch_steps=job.steps_per_epoch,
+        )
 
     return TurnStep(state, turns, make_step, buffers) if turns is not None else make_step()
 

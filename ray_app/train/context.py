@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ray_app.task.ragged import Arrays
+from ray_app.data.reader import Decoded, RowSource, fetch_in_process, load_all
 from ray_app.train.checkpointing.persistence import SnapshotSender
 from ray_app.train.job import Hooks, Job, OpenWindows
 from ray_app.train.membership import Membership
+
+load_in_process = partial(load_all, fetch_in_process)
+"""Decodes a whole data set in this process."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,11 @@ class WorkerContext:
         device: Device to compute on.
         hooks: Callbacks for fault tests.
         sender: Sends snapshots to the snapshot actors and fetches the newest; None without them.
-        load_evaluation: Loads the evaluation data, with `job.evaluation`; the workers then evaluate at every planned
-            checkpoint.
+        load_evaluation: Returns the decoded rows of `job.eval_source`, with `job.workers_evaluate`.
         ask: Called in rank 0 when the question of a step is on storage (`put_question`), with `job.is_intervened`. The
             driver may answer during the call or later.
-        at_batch: Called after each step if this process is the driver's; returns whether the epoch ends there, which is
-            then its last one.
+        ends_epoch: Called after each step if this process is the driver's; returns whether the epoch ends there, and
+            with it the run.
     """
 
     job: Job
@@ -38,6 +41,6 @@ class WorkerContext:
     device: torch.device
     hooks: Hooks = Hooks()
     sender: SnapshotSender | None = None
-    load_evaluation: Callable[[], Arrays] | None = None
+    load_evaluation: Callable[[RowSource], Decoded] = load_in_process
     ask: Callable[[int], object] = lambda step: None
-    at_batch: Callable[[], bool] | None = None
+    ends_epoch: Callable[[], bool] | None = None

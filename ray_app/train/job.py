@@ -48,7 +48,7 @@ class Job:
         fence: Number of this start's writer lease; every commit carries it.
         best_metric: Metric that decides which checkpoint is best.
         best_mode: `max` or `min`.
-        evaluation: The evaluation data; None without any.
+        eval_source: The evaluation data; None without any.
         initial: File with the initial parameters; None if the model draws them.
         is_intervened: Whether the driver may intervene between two epochs, see `train.interventions`.
         pause_step: Step after which this start ends, as if it were the last one; a later start continues. None: the
@@ -66,7 +66,7 @@ class Job:
     fence: int
     best_metric: str
     best_mode: str
-    evaluation: RowSource | None = None
+    eval_source: RowSource | None = None
     initial: str | None = None
     is_intervened: bool = False
     pause_step: int | None = None

@@ -40,7 +40,7 @@ from ray_app.train.state.parameters import check_parameter_layout
 from ray_app.train.state.state import NO_STATE
 from ray_app.train.step.sdc import ComparedWorkers, SdcMonitor
 from ray_app.train.step.step_stats import StepResult, StepTimer
-from ray_app.train.step.validation import Validation
+from ray_app.train.step.worker_evaluation import WorkerEvaluation
 from ray_app.train.stragglers import StragglerReporter
 
 logger = logging.getLogger(__name__)
@@ -79,14 +79,15 @@ class _Worker:
         self._job, self._device = job, device
         membership = self._membership = context.membership
         self._hooks = context.hooks
-        self._ask, self._at_batch = context.ask, context.at_batch
+        self._ask, self._ends_epoch = context.ask, context.ends_epoch
         self._sender = context.sender or SnapshotSender([])
         self._state = build_state(job.config, job.task, device, job.total_steps)
         check_parameter_layout(self._state.model, job.parameters)
         self._step_log = StepLog(job, self._state, membership, self._sender, device, context.hooks)
         self._feed = Feed(job.plan, partial(context.open_windows, job), device)
-        load, report_progress = context.load_evaluation, membership.report_progress
-        self._validation = Validation(job, self._state, load, device, report_progress) if load is not None else None
+        load, report = context.load_evaluation, membership.report_progress
+        has_evaluation = job.workers_evaluate and job.eval_source is not None
+        self._evaluation = WorkerEvaluation(job, self._state, load, device, report) if has_evaluation else None
         self._bad_rows = BadRows(job)
         self._profile = StepProfile(job, device) if job.config.train.profile_steps is not None else None
         self._sdc_monitor = SdcMonitor(job, self._state, device)
@@ -109,32 +110,25 @@ class _Worker:
             PreemptedError: All workers have to leave their nodes, or this one before it has a state.
             TaskError: User code failed; the message names the rank and the rows.
         """
-        broken_since_s: float | None = None
-        # The number of generations in a row that broke at `broken_at_step`, without the first one.
-        repeated_breaks = 0
-        broken_at_step: int | None = None
+        outage = _Outage()
         while True:
             flags, is_run_over = Flags(0), False
             self._free_device()
             try:
-                joined = self._membership.generation(self._state.step, broken_since_s is not None)
+                joined = self._membership.generation(self._state.step, outage.since_s is not None)
                 with joined as (world, generation), self._state.backend.bind(world) as world, translate_peer_errors():
-                    self._begin_generation(world, generation, broken_since_s)
-                    flags = self._run_generation(world, generation.hosts)
+                    self._begin_generation(world, generation, outage.since_s)
+                    flags = self._run_generation(world)
                     is_run_over = not flags & Flags.REFORM
                     if is_run_over:
                         self._step_log.wait_for_parts(world)
                     else:
                         self._state.backend.end_generation(self._membership.is_draining())
-                broken_since_s = None
+                outage.since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
-                repeated_breaks = repeated_breaks + 1 if self._state.step == broken_at_step else 0
-                broken_at_step = self._state.step
-                if not self._membership.recovers or repeated_breaks == _MAX_BROKEN_GENERATIONS:
+                if outage.add_break(self._state.step) > _MAX_BROKEN_GENERATIONS or not self._membership.recovers:
                     raise
-                # An outage lasts from the first generation that broke at this step until a step is finished.
-                broken_since_s = broken_since_s if repeated_breaks and broken_since_s else time.time()
                 logger.warning("Generation broken at step %d, forming another: %s", self._finished_steps, error)
                 continue
             except TaskError as error:
@@ -148,7 +142,7 @@ class _Worker:
             # The end of the run is checked before the end of this worker: a worker that is draining when the run is
             # over must still report a last checkpoint that failed.
             if is_run_over:
-                self._step_log.check()
+                self._step_log.wait_for_commit()
                 return True
             if self._membership.is_draining():
                 self._exit_drained(flags)
@@ -175,8 +169,8 @@ class _Worker:
         with ExitStack() as stack:
             stack.callback(self._finish_task)
             stack.callback(self._step_log.close)
-            if self._validation is not None:
-                stack.callback(self._validation.pending_events.flush)
+            if self._evaluation is not None:
+                stack.callback(self._evaluation.pending_events.flush)
             stack.callback(self._feed.close)
             if self._profile is not None:
                 stack.callback(self._profile.end, self._finished_steps)
@@ -192,14 +186,12 @@ class _Worker:
         Args:
             world: The workers of the generation.
             generation: The generation.
-            broken_since_s: Time at which the outage before this generation began, that is, at which the first of the
-                generations that broke at the present step broke, in seconds since 1970 (UTC); None if the last
-                generation ended as planned.
+            broken_since_s: See `_Outage.since_s`.
         """
         self._rank = world.rank
         self._enter("forming")
-        self._step_log.collect(world)
-        self._step_log.commit_parts(world, broken_since_s is not None)
+        self._step_log.share_records(world)
+        self._step_log.commit_left_parts(world, broken_since_s is not None)
         job, state = self._job, self._state
         divergent_ranks = state.backend.share(
             world,
@@ -208,7 +200,7 @@ class _Worker:
         )
         if world.rank in divergent_ranks:
             self._step_log.discard_copies()
-        self._step_log.align(world, generation.number)
+        self._step_log.begin_generation(world, generation.number)
         self._sdc_monitor.mark_checkpoints(world, self._step_log.suspect)
         if world.rank == 0:
             number = generation.number
@@ -219,35 +211,30 @@ class _Worker:
                     job.paths, "params_diverged", job.fence, generation=number, ranks=divergent_ranks, step=state.step
                 )
 
-    def _run_generation(self, world: World, hosts: tuple[str, ...]) -> Flags:
-        """Runs the steps of one generation; returns the flags that ended it, no flag if the run is complete."""
-        straggler_reporter = StragglerReporter(self._job, world, hosts, self._device)
+    def _run_generation(self, world: World) -> Flags:
+        """Runs the steps of one generation; returns the flags that ended it: without `REFORM` the run is over."""
+        straggler_reporter = StragglerReporter(self._job, world, self._device)
         compared_workers = self._sdc_monitor.gather_workers(world)
         # A state that was restored or received may be that of a checkpoint without its evaluation.
         self._evaluate(world)
         if self._intervene(world):
             return Flags.STOP
-        while True:
-            flags = self._run_steps(world, straggler_reporter, compared_workers)
-            new_assignment = straggler_reporter.proposed_assignment
-            if new_assignment is None or flags or self._state.step >= self._job.last_step:
-                straggler_reporter.end()
-                return flags
-            world = replace(world, assignment=new_assignment)
+        while not isinstance(end := self._run_steps(world, straggler_reporter, compared_workers), Flags):
+            world = replace(world, assignment=end)
             straggler_reporter.begin(world)
+        straggler_reporter.end()
+        return end
 
     def _run_steps(
         self, world: World, straggler_reporter: StragglerReporter, compared_workers: ComparedWorkers | None
-    ) -> Flags:
+    ) -> Flags | tuple[range, ...]:
         """Runs steps with one assignment of logical workers, until the generation ends or the assignment changes.
 
         Returns:
-            The flags that ended the generation; no flag if the assignment changes or the run is complete.
+            The flags that ended the generation, no flag after the last step; or the new assignment.
         """
         job = self._job
         state = self._state
-        membership = self._membership
-        feed = self._feed
         plan, cursor = job.plan, Cursor.at(state.step, job.plan.steps_per_epoch)
         self._finished_steps = state.step
         # The times are for straggler detection, which compares workers with each other.
@@ -255,20 +242,20 @@ class _Worker:
         with closing(build_step(job, state, world, self._device, self._enter, timer, compared_workers)) as step:
             if self._finished_steps < job.last_step:
                 self._enter("data")
-                feed.seek(cursor, world.assigned)
+                self._feed.seek(cursor, world.assigned)
             while self._finished_steps < job.last_step:
                 self._enter("data")
                 # The learning rate is read before the step, because the step advances the schedule.
-                wait_before_s, lr = feed.wait_s, step.lr
-                batches = feed.next()
+                wait_before_s, lr = self._feed.wait_s, step.lr
+                batches = self._feed.next()
                 self._bad_rows.note(batches)
                 self._enter("compute")
                 if self._profile is not None:
                     self._profile.before(world.rank, self._finished_steps + 1)
-                data_wait_s = feed.wait_s - wait_before_s
+                data_wait_s = self._feed.wait_s - wait_before_s
                 if timer is not None:
                     timer.data_wait_s = data_wait_s
-                result = step.run(cursor, batches, plan.global_rows(cursor.step), membership.flags())
+                result = step.run(cursor, batches, plan.global_rows(cursor.step), self._membership.flags())
                 self._finished_steps += 1
                 if not self._has_stepped:
                     self._record_memory(world)
@@ -291,7 +278,7 @@ class _Worker:
                 if state.step < self._finished_steps:
                     self._call_after_step(world)
                     continue
-                if self._intervene(world, self._at_batch is not None and self._at_batch()):
+                if self._intervene(world, self._ends_epoch is not None and self._ends_epoch()):
                     result = result._replace(flags=result.flags | Flags.STOP)
                 self._save_if_due(cursor, result)
                 self._call_after_step(world)
@@ -299,8 +286,9 @@ class _Worker:
                 # An operation on flags takes ten times as long as the test for any flag.
                 if result.flags and (flags := self._ending_flags(result.flags)):
                     return flags
-                if straggler_reporter.proposed_assignment is not None:
-                    break
+                assignment = straggler_reporter.proposed_assignment
+                if assignment is not None and self._finished_steps < job.last_step:
+                    return assignment
         return Flags(0)
 
     def _ending_flags(self, flags: Flags) -> Flags:
@@ -339,17 +327,17 @@ class _Worker:
         if self._hooks.after_step is not None:
             self._hooks.after_step(world.rank, self._finished_steps)
 
-    def _evaluate(self, world: World, is_due: bool = False) -> None:
-        """Evaluates the state if the workers evaluate and a checkpoint is planned at its step; a collective.
+    def _evaluate(self, world: World, ends_epoch: bool = False) -> None:
+        """Evaluates the state if the workers evaluate, and a checkpoint is planned at its step or the epoch ends early.
 
-        The initial state has no checkpoint and is not evaluated. `is_due` says that another step is evaluated, too.
+        It is a collective. The initial state has no checkpoint and is not evaluated.
         """
-        if self._validation is None or not self._state.step:
+        if self._evaluation is None or not self._state.step:
             return
-        if not is_due and not self._job.is_checkpoint_due(self._state.step):
+        if not ends_epoch and not self._job.is_checkpoint_due(self._state.step):
             return
         self._enter("evaluate")
-        self._validation.run(world)
+        self._evaluation.run(world)
         self._step_log.skip_time()
 
     def _intervene(self, world: World, ends_epoch: bool = False) -> bool:
@@ -495,6 +483,27 @@ class StepProfile:
             logger.warning("The trace of steps %d to %d could not be written: %s", self._first, step, error)
             return
         put_event(self._job.paths, "profiled", self._job.fence, step=step, first=self._first, file=f"profile/{name}")
+
+
+class _Outage:
+    """The generations that broke in a row at the same step.
+
+    Attributes:
+        since_s: When the first of them broke, in seconds since 1970 (UTC); None once a generation has ended as planned.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None
+        self._step: int | None = None
+        self._breaks = 0
+
+    def add_break(self, step: int) -> int:
+        """Adds a generation that broke after `step` finished steps; returns how many have broken at this step."""
+        self._breaks = self._breaks + 1 if step == self._step else 1
+        self._step = step
+        if self._breaks == 1 or self.since_s is None:
+            self.since_s = time.time()
+        return self._breaks
 
 
 @contextmanager

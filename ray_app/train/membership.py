@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import StepRecord
@@ -46,6 +46,7 @@ class Flags(IntFlag):
 
 
 _NO_FLAGS = Flags(0)
+"""To make it anew in every step would take four calls."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Heartbeat:
         step: Number of finished steps; -1 without a state.
         phase: Phase that the worker is in.
         record: Record of the newest finished step; only from rank 0.
-        recorded: Last step with its record on storage; only from rank 0.
+        stored_step: Last step with its record on storage; only from rank 0.
         progress_reports: Number of times that the worker has reported progress other than a finished step.
         wait_number: Number of the worker's current wait for a generation, from 1; 0 if it does not wait.
         was_broken: Whether the worker's generation broke, or the last one if it waits, so that the other workers must
@@ -82,7 +83,7 @@ class Heartbeat:
     step: int = -1
     phase: Phase = "starting"
     record: StepRecord | None = None
-    recorded: int = 0
+    stored_step: int = 0
     progress_reports: int = 0
     wait_number: int = 0
     was_broken: bool = False
@@ -101,7 +102,7 @@ class HeartbeatReply:
         drain: Whether the worker must exit when its generation ends.
         dump: Whether the worker should record the stacks of its threads.
         exit: Whether the worker must end its process now, because it stalls its generation or was removed.
-        recorded: Last step with its record on storage.
+        stored_step: Last step with its record on storage.
         is_for_waiting: Whether the rendezvous knew that the worker waits for a generation when it made the reply. A
             waiting worker ignores `drain` in an earlier reply, because a rendezvous that knows of the wait may need the
             worker in one more generation.
@@ -115,7 +116,7 @@ class HeartbeatReply:
     drain: bool = False
     dump: bool = False
     exit: bool = False
-    recorded: int = 0
+    stored_step: int = 0
     is_for_waiting: bool = False
     formed: GenerationInfo | None = None
     period_s: float = HEARTBEAT_S
@@ -161,7 +162,7 @@ class RendezvousStatus:
         stepping: Number of workers in the current generation that do not wait for the next one.
         step: Number of finished steps.
         record: Record of the newest finished step.
-        waiting: Reason why no generation may form; None if one may.
+        wait_reason: Why no generation may form; None if one may.
         stopping: Whether the driver has asked all workers to stop.
         limit_s: Seconds without a finished step after which the generation counts as stalled.
     """
@@ -172,7 +173,7 @@ class RendezvousStatus:
     stepping: int
     step: int
     record: StepRecord | None
-    waiting: str | None
+    wait_reason: str | None
     stopping: bool
     limit_s: float
 
@@ -189,7 +190,7 @@ class SingleProcessMembership:
 
     def __init__(self, logical_workers: int, stops: Callable[[], bool]) -> None:
         self._logical_workers, self._stops = logical_workers, stops
-        self._recorded = 0
+        self._stored_step = 0
         self.newest: StepRecord | None = None
         """Record of the newest finished step."""
 
@@ -213,14 +214,14 @@ class SingleProcessMembership:
     def report_progress(self) -> None:
         """Does nothing, because there is no step watchdog."""
 
-    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
-        """Stores the newest record and the last recorded step, see `Membership.report`."""
+    def report(self, step: int, record: StepRecord | None, stored_step: int) -> None:
+        """Keeps the newest record and the last stored step, see `Membership.report`."""
         del step
-        self.newest, self._recorded = record or self.newest, recorded
+        self.newest, self._stored_step = record or self.newest, stored_step
 
-    def recorded(self) -> int:
-        """Returns the last step with its record on storage, see `Membership.recorded`."""
-        return self._recorded
+    def stored_step(self) -> int:
+        """Returns the last step with its record on storage, see `Membership.stored_step`."""
+        return self._stored_step
 
 
 class DrainedError(Exception):
@@ -233,7 +234,7 @@ class Membership(Protocol):
     recovers: bool
     """Whether the workers form another generation after a peer is lost; otherwise the driver restarts the group."""
 
-    def generation(self, step: int, was_broken: bool) -> Any:
+    def generation(self, step: int, was_broken: bool) -> AbstractContextManager[tuple[World, GenerationInfo]]:
         """Returns a context that waits for a new generation and yields its `World` and its `GenerationInfo`.
 
         At the end of the context the worker leaves the generation's process group.
@@ -245,37 +246,30 @@ class Membership(Protocol):
         Raises:
             DrainedError: This worker has to exit before the generation forms.
         """
-        ...
 
     def flags(self) -> Flags:
         """Returns the flags that this rank brings into its next step."""
-        ...
 
     def is_draining(self) -> bool:
         """Returns whether this worker has to exit when its generation ends."""
-        ...
 
     def enter(self, phase: Phase) -> None:
         """Reports the phase that this worker begins."""
-        ...
 
     def report_progress(self) -> None:
         """Reports progress other than a finished step, which restarts the limit of the step watchdog."""
-        ...
 
-    def report(self, step: int, record: StepRecord | None, recorded: int) -> None:
+    def report(self, step: int, record: StepRecord | None, stored_step: int) -> None:
         """Reports this worker's finished steps; does not wait.
 
         Args:
             step: Number of finished steps.
             record: Record of the newest finished step; only from rank 0.
-            recorded: Last step with its record on storage; only from rank 0.
+            stored_step: Last step with its record on storage; only from rank 0.
         """
-        ...
 
-    def recorded(self) -> int:
+    def stored_step(self) -> int:
         """Returns the last step with its record on storage, as far as this worker knows."""
-        ...
 
 
 _MIN_LIMIT_S = 60.0
@@ -300,7 +294,7 @@ class StepWatchdog:
     def __init__(self, step_timeout_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._step_timeout_s, self._clock = step_timeout_s, clock
         self._step_s: deque[float] = deque(maxlen=101)
-        self._recorded_step = 0
+        self._timed_step = 0
         self.begin(-1)
 
     def begin(self, step: int) -> None:
@@ -328,8 +322,8 @@ class StepWatchdog:
             self._stall_count = 0
             self.restart_limit()
         # Each heartbeat repeats the newest record until there is another one.
-        if record is not None and record.step != self._recorded_step:
-            self._recorded_step = record.step
+        if record is not None and record.step != self._timed_step:
+            self._timed_step = record.step
             self._step_s.append(record.step_ms / 1e3)
 
     @property

@@ -295,7 +295,6 @@ class StragglerReporter:
     Args:
         job: The run.
         world: The workers of the generation.
-        hosts: The host of each rank; empty if they are not known.
         device: Device on which this worker computes.
 
     Attributes:
@@ -303,10 +302,9 @@ class StragglerReporter:
         slow: Time of each straggler as a multiple of that of the other workers, by rank as text, as JSON needs it.
     """
 
-    def __init__(self, job: Job, world: World, hosts: Sequence[str], device: torch.device) -> None:
+    def __init__(self, job: Job, world: World, device: torch.device) -> None:
         self._job = job
         self._world = world
-        self._hosts = hosts
         self._device = device
         self._detector = (
             StragglerDetector(world, job.config.scaling.load_balancing == "speed")
@@ -356,7 +354,7 @@ class StragglerReporter:
                 put_event(self._job.paths, straggler.event, self._job.fence, step=self._step, **details)
 
     def _host(self, rank: int) -> str:
-        return self._hosts[rank] if self._hosts else ""
+        return self._world.hosts[rank] if self._world.hosts else ""
 
     def begin(self, world: World) -> None:
         """Writes the event `rebalanced` after logical workers have moved, and restarts the windows."""

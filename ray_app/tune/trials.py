@@ -319,7 +319,7 @@ class EarlierTrials:
             # What a start that continues the copy would refuse, or warn of.
             with _opening:
                 prepared = prepare(in_process_config(config) or config, record.rungs[job.rung])
-            is_same = not prepared.changed and not prepared.changed_data
+            is_same = not prepared.changed_code and not prepared.changed_data
             is_same = is_same and _has_same_results(prepared.job.config, run, copy)
         except (ConfigError, DataError, RunExistsError):
             is_same = False

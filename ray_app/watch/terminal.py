@@ -36,6 +36,7 @@ from ray_app.runlog.redaction import redact
 from ray_app.storage.files import poll_interval_s, poll_pause_s
 from ray_app.task.constant_scores import describe_constant
 from ray_app.train.job import Job
+from ray_app.train.membership import RendezvousStatus
 from ray_app.watch.metrics import RunMetrics, Speed
 
 
@@ -222,7 +223,7 @@ class RunConsole:
         )
         self._bar: TaskID | None = None
         self._epoch = -1
-        self._printed_phase = ""
+        self._printed_wait = ""
         self._worker_output = NewLines(job.paths, job.fence)
 
     def __enter__(self) -> RunConsole:
@@ -239,21 +240,29 @@ class RunConsole:
             if self._live:
                 self._progress.stop()
 
-    def show(self, newest: StepRecord | None, phase: str, waits: bool = False) -> None:
+    def show_status(self, status: RendezvousStatus | None) -> None:
+        """Shows the status of the rendezvous, see `show`; None if it does not answer."""
+        if status is None:
+            self.show(None, "waiting for the rendezvous to answer ...", waits=True)
+        else:
+            waits_for = status.wait_reason or "waiting for the workers to start ..."
+            self.show(status.record, waits_for, status.wait_reason is not None)
+
+    def show(self, newest: StepRecord | None, waits_for: str, waits: bool = False) -> None:
         """Shows the progress of the run; errors of the output do not affect the run.
 
         Args:
             newest: The newest step that rank 0 has reported; None before the first.
-            phase: The event for which the run waits, before the first step or while `waits`.
+            waits_for: The event for which the run waits, before the first step or while `waits`.
             waits: Whether the run waits for capacity now.
         """
         with self._console.guarded():
-            self._show(newest, phase, waits)
+            self._show(newest, waits_for, waits)
 
-    def _show(self, newest: StepRecord | None, phase: str, waits: bool) -> None:
+    def _show(self, newest: StepRecord | None, waits_for: str, waits: bool) -> None:
         self._read_record(newest, waits)
         if newest is None or waits:
-            self._show_phase(phase)
+            self._show_wait(waits_for)
         elif self._live:
             self._update_bar(newest)
         elif self._cell is not None:
@@ -353,12 +362,12 @@ class RunConsole:
             self._bar = self._progress.add_task("", total=per_epoch, epoch=epoch + 1, epochs=epochs, text=text)
         self._progress.update(self._bar, completed=epoch_step, text=text)
 
-    def _show_phase(self, phase: str) -> None:
+    def _show_wait(self, waits_for: str) -> None:
         if self._cell is not None:
-            self._cell.show(phase)
-        elif phase != self._printed_phase:
-            self._printed_phase = phase
-            self._console.print(phase)
+            self._cell.show(waits_for)
+        elif waits_for != self._printed_wait:
+            self._printed_wait = waits_for
+            self._console.print(waits_for)
 
 
 def describe_best(summary: dict[str, Any], metric: str) -> str | None:
@@ -392,9 +401,9 @@ def print_end(
     rows.append(("steps, rows", f"{summary['steps']:,} steps, {summary['rows']:,} rows"))
     sizes = ", then ".join(f"{workers} from step {step}" for step, workers in summary["world_sizes"])
     rows.append(("workers", f"{sizes or 'none'} (arithmetic of {summary['logical_workers']})"))
-    if phases_s := summary["start_s"]:
-        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases_s.items())
-        rows.append(("start", f"{sum(phases_s.values()):.1f} s: {phases}"))
+    if start_s := summary["start_s"]:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in start_s.items())
+        rows.append(("start", f"{sum(start_s.values()):.1f} s: {parts}"))
     if facts is not None:
         rows += [("loss", curve) for curve in [format_loss_curve(facts, console.console.encoding)] if curve]
         rows.append(("cluster", facts.story))

@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import accelerator
 from ray_app.reduction.peer_errors import collective
 from ray_app.reduction.world import World
@@ -141,10 +140,8 @@ def _train(
     membership.device = device
     membership.port, membership.hosts = port, hosts
     membership.group_backend = job.config.train.backend
-    evaluation = job.evaluation if job.workers_evaluate else None
-    load = (lambda: load_all(fetch_in_process, evaluation).arrays) if evaluation is not None else None
     try:
-        train(WorkerContext(job, membership, windows, device, hooks, load_evaluation=load))
+        train(WorkerContext(job, membership, windows, device, hooks))
     except BaseException:
         traceback.print_exc()
         raise

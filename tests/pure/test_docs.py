@@ -165,6 +165,20 @@ def test_the_pages_name_the_version_of_the_package() -> None:
     assert f"| {__version__.rpartition('.')[0]}.x | yes" in (ROOT / "SECURITY.md").read_text()
 
 
+def test_modules_define_the_names_for_which_pages_point_to_them() -> None:
+    """A page says "`name` in `module.py`" only if the module of the package has the name."""
+    pages = "\n".join(" ".join(page.read_text().split()) for page in PAGES)
+    pointers = re.findall(r"((?:`[\w.]+`(?:,| and)? )+)in `(?:ray_app/)?((?!tests)[\w/]+\.py)`", pages)
+    assert len(pointers) > 30
+    wrong = [
+        f"{name} in {module}"
+        for names, module in pointers
+        for name in re.findall(r"\w+(?=`)", names)
+        if not re.search(rf"(?m)^ *(?:(?:async )?def |class )?{name}\b", (ROOT / "ray_app" / module).read_text())
+    ]
+    assert wrong == []
+
+
 def test_documented_symptoms_are_messages_of_the_code() -> None:
     """Each part of a symptom between dots is part of a string in the code, in which placeholders are removed.
 

@@ -203,11 +203,11 @@ class RendezvousWorld:
         return None
 
     def _apply_reply(self, w: Worker, reply: HeartbeatReply) -> None:
-        before = w.number
+        before = w.generation_number
         w.apply(reply)
         w.due_s = w.sent_s + reply.period_s
         formed = w.formed
-        if w.number == before:
+        if w.generation_number == before:
             return
         self.formed = max(self.formed, formed.number)
         group = self.groups.setdefault(formed.number, Generation(formed.number, formed.size, self.now + FORM_S))
@@ -221,7 +221,7 @@ class RendezvousWorld:
             group.broken = True
 
     def _lose_peer(self, w: Worker) -> None:
-        self._log(f"{w.name} lost a peer of generation {w.number} at step {w.step}")
+        self._log(f"{w.name} lost a peer of generation {w.generation_number} at step {w.step}")
         w.group = None
         w.was_broken = True
         w.wait_number = 0

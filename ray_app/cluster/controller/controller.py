@@ -114,7 +114,7 @@ class ElasticController(TrainController):
         # Workers that were lost and not replaced yet, and the ready workers in the newest event `standbys`.
         self._unreplaced = self._recorded_ready = 0
         self._is_run_over = False
-        self._waiting_reason: str | None = None
+        self._wait_reason: str | None = None
         # When the number of workers last became as large as it should be. A time in the past lets it grow at once.
         self._last_change_s = time.monotonic()
         self._no_starts_until_s = 0.0
@@ -260,7 +260,7 @@ class ElasticController(TrainController):
 
     def _send_expected(self) -> None:
         workers = 0 if self._worker_group is None else len(self._worker_group)
-        self._rendezvous.set_expected(workers, self._waiting_reason, self._is_run_over)
+        self._rendezvous.set_expected(workers, self._wait_reason, self._is_run_over)
 
     # Acting on decisions.
 
@@ -273,11 +273,11 @@ class ElasticController(TrainController):
             case Start():
                 # All workers start again, and none of them is known to be slow.
                 self._policy.include_all_nodes()
-                self._waiting_reason = None
+                self._wait_reason = None
                 interval_s = self._config.scaling.resize_interval_s if decision.may_grow else 0.0
                 self._last_change_s = time.monotonic() - interval_s
             case Wait():
-                self._waiting_reason = decision.reason
+                self._wait_reason = decision.reason
             case Restart():
                 self._note_device_faults(decision.errors)
                 self._budget.charge_failure(decision.errors, status.step, len(state.workers) - len(decision.errors))
@@ -289,7 +289,7 @@ class ElasticController(TrainController):
             case Evict():
                 self._evict(decision.slow.heartbeat, decision.reason, status.record.step if status.record else 0)
             case Resize():
-                self._waiting_reason = decision.waiting_reason
+                self._wait_reason = decision.wait_reason
                 self._join(decision, status.step)
                 pending_workers = self._pending_workers
                 pending_workers.limit_to(decision.pending)

@@ -191,14 +191,14 @@ class Resize:
         joining: Number of ready workers that join now.
         pending: Number of workers that should be pending after that: the missing workers and the standby workers.
         reason: The reason for `workers`, which goes to the event.
-        waiting_reason: Why no generation may form: the workers wait for capacity. None if one may.
+        wait_reason: Why no generation may form: the workers wait for capacity. None if one may.
     """
 
     workers: int
     joining: int
     pending: int
     reason: str
-    waiting_reason: str | None = None
+    wait_reason: str | None = None
 
 
 Decision = StopWaiting | Start | Wait | Restart | Drop | Finish | Evict | Resize

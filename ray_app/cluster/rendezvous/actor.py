@@ -113,9 +113,9 @@ class RendezvousHandle:
         """Returns the newest heartbeat of each worker of the current generation, by rank."""
         return self._call("workers")
 
-    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+    def set_expected(self, workers: int, wait_reason: str | None = None, over: bool = False) -> None:
         """Sets the number of workers that the next generation waits for."""
-        self._call("set_expected", workers, waiting, over)
+        self._call("set_expected", workers, wait_reason, over)
 
     def drain(self, draining: Collection[str]) -> None:
         """Sets the nodes of draining workers, and draining workers on other nodes."""

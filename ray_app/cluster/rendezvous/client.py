@@ -180,7 +180,7 @@ class RendezvousClient(WorkerProtocol):
 
         It returns when the rendezvous knows the worker. The step watchdog covers the worker from then on.
         """
-        self.number = 1
+        self.generation_number = 1
         with self._reply_condition:
             self._wake()
             self._reply_condition.wait_for(lambda: self.reply.generation == 1)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
-from ray_app.cluster.rendezvous.members import Member, MemberProfile, Members, MemberState
+from ray_app.cluster.rendezvous.members import Member, Members, MemberState
 from ray_app.runlog.journal import StepRecord
 from ray_app.train.membership import (
     HEARTBEAT_S,
@@ -105,14 +105,14 @@ class Rendezvous:
         # The number of workers that the next generation waits for; 0 before the controller has set it.
         self._expected = 0
         # Why no generation may form now; None if one may.
-        self._waiting_reason: str | None = None
+        self._wait_reason: str | None = None
         # Whether the run has ended, so that a joining worker must not wait for others.
         self._is_run_over = False
         # The flags that the driver has raised.
         self._flags = Flags(0)
         # The record of the newest finished step, and the last step with its record on storage.
         self._newest_record: StepRecord | None = None
-        self._last_recorded_step = 0
+        self._stored_step = 0
         self._started_s = self._clock()
         # What the workers knew at the last call of `on_change`, see `_broadcast_changes`.
         self._last_broadcast: object = None
@@ -135,7 +135,7 @@ class Rendezvous:
             self._watchdog.begin(self._watchdog.step)
         member = self._update_member(heartbeat)
         self._newest_record = heartbeat.record or self._newest_record
-        self._last_recorded_step = max(self._last_recorded_step, heartbeat.recorded)
+        self._stored_step = max(self._stored_step, heartbeat.stored_step)
         if heartbeat.generation == self._members.newest_generation:
             self._watchdog.note_step(heartbeat.step, heartbeat.record)
             self._is_forming &= heartbeat.phase in ("waiting", "forming")
@@ -148,6 +148,18 @@ class Rendezvous:
             self._start_wait(member, heartbeat)
         self._broadcast_changes()
         return self._reply(member, heartbeat)
+
+    def _update_member(self, heartbeat: Heartbeat) -> Member:
+        """Stores a heartbeat and returns the member that sent it; a new or a lost worker becomes a member."""
+        member = self._members.add(heartbeat)
+        if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
+            # The worker sent the heartbeat before it received the generation that has formed with it.
+            heartbeat = replace(heartbeat, generation=member.heartbeat.generation, rank=member.heartbeat.rank)
+        member.heartbeat, member.heartbeat_s = heartbeat, self._clock()
+        member.period_s = 0.0
+        self._members.recount(member)
+        self._lost.pop(heartbeat.worker, None)
+        return member
 
     def reply_for(self, worker: str) -> HeartbeatReply:
         """Returns the reply that is pushed to a worker between two of its heartbeats.
@@ -183,7 +195,7 @@ class Rendezvous:
             drain=drain,
             dump=member.dump,
             exit=exits,
-            recorded=self._last_recorded_step,
+            stored_step=self._stored_step,
             is_for_waiting=waits,
             formed=None if waits or not heartbeat.wait_number else member.formed,
             period_s=period_s,
@@ -244,6 +256,22 @@ class Rendezvous:
         self._try_form()
         self._broadcast_changes()
 
+    def on_disconnect(self, worker: str, reason: str = "its connection has ended") -> None:
+        """Declares a worker lost, which breaks the newest generation if the worker is in it.
+
+        A worker that was only cut off becomes a member again with its next heartbeat.
+        """
+        member = self._members.pop(worker)
+        if member is None:
+            return
+        logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
+        self._lost[worker] = self._clock()
+        self._is_forming = False
+        if member.heartbeat.generation == self._members.newest_generation:
+            self._is_broken = True
+        self._try_form()
+        self._broadcast_changes()
+
     # Methods for the driver and the controller.
 
     def raise_flags(self, flags: int) -> None:
@@ -251,15 +279,15 @@ class Rendezvous:
         self._flags |= Flags(flags)
         self._broadcast_changes()
 
-    def set_expected(self, workers: int, waiting: str | None = None, over: bool = False) -> None:
+    def set_expected(self, workers: int, wait_reason: str | None = None, over: bool = False) -> None:
         """Sets the number of workers that the next generation waits for.
 
         Args:
             workers: The number of workers.
-            waiting: Why no generation may form now; None if one may.
+            wait_reason: Why no generation may form now; None if one may.
             over: Whether a worker has ended because the run has.
         """
-        self._expected, self._waiting_reason = workers, waiting
+        self._expected, self._wait_reason = workers, wait_reason
         self._is_run_over = self._is_run_over or over
         self._try_form()
         self._broadcast_changes()
@@ -302,44 +330,17 @@ class Rendezvous:
             stepping=self._members.count(lambda p: p.is_stepping),
             step=max(0, self._watchdog.step),
             record=self._newest_record,
-            waiting=self._waiting_reason or shortage,
+            wait_reason=self._wait_reason or shortage,
             stopping=bool(self._flags & Flags.STOP),
             limit_s=self._watchdog.limit_s,
         )
 
     def workers(self) -> list[Heartbeat]:
         """Returns the newest heartbeat of each worker of the current generation, by rank."""
-        return sorted((m.heartbeat for m in self._members.select(is_stepping)), key=lambda heartbeat: heartbeat.rank)
+        stepping = self._members.select(lambda p: p.is_stepping)
+        return sorted((m.heartbeat for m in stepping), key=lambda heartbeat: heartbeat.rank)
 
     # How generations form.
-
-    def _update_member(self, heartbeat: Heartbeat) -> Member:
-        """Stores a heartbeat and returns the member that sent it; a new or a lost worker becomes a member."""
-        member = self._members.add(heartbeat)
-        if member.waiting_since_s is None and heartbeat.generation < member.heartbeat.generation:
-            # The worker sent the heartbeat before it received the generation that has formed with it.
-            heartbeat = replace(heartbeat, generation=member.heartbeat.generation, rank=member.heartbeat.rank)
-        member.heartbeat, member.heartbeat_s = heartbeat, self._clock()
-        member.period_s = 0.0
-        self._members.recount(member)
-        self._lost.pop(heartbeat.worker, None)
-        return member
-
-    def on_disconnect(self, worker: str, reason: str = "its connection has ended") -> None:
-        """Declares a worker lost, which breaks the newest generation if the worker is in it.
-
-        A worker that was only cut off becomes a member again with its next heartbeat.
-        """
-        member = self._members.pop(worker)
-        if member is None:
-            return
-        logger.info("Worker %s on %s is lost: %s.", worker, member.heartbeat.host, reason)
-        self._lost[worker] = self._clock()
-        self._is_forming = False
-        if member.heartbeat.generation == self._members.newest_generation:
-            self._is_broken = True
-        self._try_form()
-        self._broadcast_changes()
 
     def _draining_ahead(self) -> list[Member]:
         """Returns the draining members that take part in one more generation, see `draining_ahead`."""
@@ -347,7 +348,7 @@ class Rendezvous:
 
     def _is_paused(self) -> bool:
         """Returns whether the controller gives a reason to wait, which has no effect once the run stops."""
-        return self._waiting_reason is not None and not self._flags & Flags.STOP
+        return self._wait_reason is not None and not self._flags & Flags.STOP
 
     def _wants_reform(self) -> bool:
         """Returns whether the current generation should end at its next step boundary."""
@@ -475,7 +476,7 @@ class Rendezvous:
         stall_count = self._watchdog.count_stalls(now)
         if not stall_count:
             return
-        stepping = self._members.select(is_stepping)
+        stepping = self._members.select(lambda p: p.is_stepping)
         # Members in these phases wait for the others; a member in another phase stalls the group. Of several that
         # compute all but one may wait, too: a process can queue only so many kernels while NCCL waits for a peer.
         stalling = [m for m in stepping if m.heartbeat.phase not in ("forming", "reduction", "done")]
@@ -510,11 +511,6 @@ FORMING_CONDITIONS = (
     Rendezvous.is_state_ready,
 )
 """A generation forms when all of these hold; docs/architecture.md explains them in the same order."""
-
-
-def is_stepping(profile: MemberProfile) -> bool:
-    """Returns whether a member is in the newest generation and does not wait for the next."""
-    return profile.is_stepping
 
 
 def is_state_staying(members: Members) -> bool:

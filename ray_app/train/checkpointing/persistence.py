@@ -155,7 +155,7 @@ class CheckpointWriter:
         if self._lease_error is not None:
             raise self._lease_error
 
-    def check(self) -> None:
+    def wait_for_commit(self) -> None:
         """Waits until the last checkpoint is committed.
 
         Raises:

@@ -81,7 +81,7 @@ class StepLog:
         # Whether every rank writes its part of a checkpoint.
         self._is_sharded = job.config.train.strategy_traits.shards_parameters
         # The number of the driver's start and of the generation, see `StepRecord.generation`.
-        self._generation = ""
+        self._generation_id = ""
         # The records that are not known to be on storage, by ascending steps.
         self._records: deque[StepRecord] = deque(maxlen=_MAX_RECORDS)
         # The newest checkpoints, which may not be on storage. Their memory is reused for later ones.
@@ -92,13 +92,13 @@ class StepLog:
         self._metrics_writer: MetricsWriter | None = None
         self._last_written_step = 0
         self._checkpoint_writer = CheckpointWriter(
-            job.paths, job.config.checkpoint, self._best_steps, self._before_commit
+            job.paths, job.config.checkpoint, lambda: [e.step for e in job.best_first()[:1]], self._before_commit
         )
         self._commit_hook = hooks.before_commit
         # The end of the previous step, from which the duration of the next one counts.
         self._previous_s = time.perf_counter()
 
-    def collect(self, world: World) -> None:
+    def share_records(self, world: World) -> None:
         """Gives every rank the records that any rank has; a collective.
 
         It is called before the state is shared, so that every rank that receives a state already has the records of the
@@ -121,7 +121,7 @@ class StepLog:
             self._membership.enter("reduction")
             gather(None, world)
 
-    def commit_parts(self, world: World, was_broken: bool) -> None:
+    def commit_left_parts(self, world: World, was_broken: bool) -> None:
         """Commits or gives up the checkpoint in parts that a broken generation has left; a collective.
 
         It is called before the state is shared, which may continue from this checkpoint.
@@ -156,7 +156,7 @@ class StepLog:
         """
         self._pending_checkpoints.clear()
 
-    def align(self, world: World, generation: int) -> None:
+    def begin_generation(self, world: World, generation: int) -> None:
         """Begins a generation, after all ranks have the same state; a collective.
 
         The new rank 0 writes the records and checkpoints that the old one may not have written.
@@ -168,7 +168,7 @@ class StepLog:
         Raises:
             PeerLostError: A peer left meanwhile.
         """
-        # The records are gathered again, because rank 0 may have restored a snapshot with records since `collect`.
+        # The records are shared again, because rank 0 may have restored a snapshot with records since then.
         self._drop_stored_records()
         merged = gather_records(self._records, world)
         self._records = deque(
@@ -176,9 +176,9 @@ class StepLog:
         )
         if not self._is_sharded:
             self._keeps_copies = keeps_copies(world, self._state.device, self._job.config.evaluate.patience)
-            if not self._generation and (world.rank == 0 or self._keeps_copies):
+            if not self._generation_id and (world.rank == 0 or self._keeps_copies):
                 warn_of_copies(self._state.model)
-        self._world, self._generation = world, f"{self._job.fence}.{generation}"
+        self._world, self._generation_id = world, f"{self._job.fence}.{generation}"
         self._previous_s = time.perf_counter()
         if world.rank == 0:
             # Records of later steps than that of the state are written, too. They show that these steps were lost.
@@ -191,7 +191,7 @@ class StepLog:
             for commit, snapshot in self._pending_checkpoints if world.rank == 0 else ():
                 if (commit.step, commit.fence) not in committed:
                     self._wait_for_storage("forming")
-                    self._checkpoint_writer.save(partial(_identity, snapshot), commit)
+                    self._checkpoint_writer.save(partial(replace, snapshot), commit)
         is_missed = world.rank == 0 and self._is_checkpoint_missed({step for step, _ in committed})
         if gather(is_missed, world)[0] if self._is_sharded else is_missed:
             self.checkpoint(Cursor.at(self._state.step, self._job.plan.steps_per_epoch), "cadence")
@@ -257,7 +257,7 @@ class StepLog:
             workers=self._world.size if workers is None else workers,
             rows=result.rows,
             row_hash=result.row_hash,
-            generation=self._generation,
+            generation=self._generation_id,
             skipped=sum(result.skipped),
             weight=None if self._job.task.has_means_over_rows or result.weight == sum(result.rows) else result.weight,
             metrics={**result.metrics, **result.running},
@@ -308,21 +308,21 @@ class StepLog:
         )
         if self._is_sharded:
             # No other attempt has the same generation and step, so that all ranks know the prefix of this one.
-            commit = replace(commit, prefix=f"g{self._generation}-", schema_version=PARTS_VERSION)
+            commit = replace(commit, prefix=f"g{self._generation_id}-", schema_version=PARTS_VERSION)
 
         def take() -> Snapshot:
-            # The memory of an older snapshot is reused, so no write from it may be in progress.
-            self._checkpoint_writer.wait()
             memory = None
             # A rank that writes has written the previous checkpoint by now, or failed to, and keeps only the new one.
             while len(self._pending_checkpoints) >= (1 if writes else _MAX_PENDING_CHECKPOINTS):
                 memory = self._pending_checkpoints.popleft()[1]
-            snapshot = self._state.snapshot(memory)
+            snapshot = self._state.backend.snapshot(memory)
             self._pending_checkpoints.append((commit, snapshot))
             return snapshot
 
-        if writes:
+        if writes or self._keeps_copies:
+            # The memory of an older snapshot is reused, so no write from it may be in progress.
             self._wait_for_storage("reduction")
+        if writes:
             self._checkpoint_writer.save(take, commit)
         elif self._keeps_copies:
             take()
@@ -344,7 +344,7 @@ class StepLog:
         """Sends a copy of the state to the snapshot actors, from rank 0; see `checkpoint` for a partitioned state."""
 
         def take() -> Snapshot:
-            self._last_sent = self._state.snapshot(self._last_sent)
+            self._last_sent = self._state.backend.snapshot(self._last_sent)
             return self._last_sent
 
         if self._world.rank == 0:
@@ -377,7 +377,7 @@ class StepLog:
         """Adds the records that came with a snapshot."""
         self._records.extend(records)
 
-    def check(self) -> None:
+    def wait_for_commit(self) -> None:
         """Waits for the last checkpoint, which is the run's result.
 
         Raises:
@@ -386,7 +386,7 @@ class StepLog:
         """
         if self._world.rank == 0:
             self._wait_for_storage("reduction")
-            self._checkpoint_writer.check()
+            self._checkpoint_writer.wait_for_commit()
 
     def close(self) -> None:
         """Writes the pending records and events, and waits until checkpoints and snapshots are written.
@@ -417,13 +417,13 @@ class StepLog:
         # With local SGD the records are ahead of the state, which moves only when the logical workers are averaged.
         step = max(self._state.step, self._records[-1].step if self._records else 0)
         self._membership.report(
-            step, newest, self._metrics_writer.written_step if self._metrics_writer is not None else 0
+            step, newest, self._metrics_writer.stored_step if self._metrics_writer is not None else 0
         )
 
     def _drop_stored_records(self) -> None:
         """Drops the records that are known to be on storage."""
-        last_stored_step = self._membership.recorded()
-        while self._records and self._records[0].step <= last_stored_step:
+        stored_step = self._membership.stored_step()
+        while self._records and self._records[0].step <= stored_step:
             self._records.popleft()
 
     def flush(self) -> None:
@@ -465,15 +465,6 @@ class StepLog:
         self._membership.enter("saving")
         self._checkpoint_writer.wait()
         self._membership.enter(then)
-
-    def _best_steps(self) -> list[int]:
-        """Returns the step of the best checkpoint so far, which is kept; nothing before the first evaluation."""
-        return [evaluation.step for evaluation in self._job.best_first()[:1]]
-
-
-def _identity(snapshot: Snapshot) -> Snapshot:
-    """Returns a snapshot that was taken before, where a function that takes one is expected."""
-    return snapshot
 
 
 StepSpans = tuple[tuple[int, int], ...]

@@ -104,10 +104,6 @@ class Turns(Optimizer):
         self.phase = (self.phase + 1) % max(1, len(self.phases))
         return int(self.phase == 0)
 
-    def optimizer_at(self, step: int) -> Optimizer:
-        """Returns the optimizer in turn at a step of the run, counted from 0."""
-        return self.optimizers[self.name_at(step)]
-
     def begin_step(self, step: int) -> str:
         """Calls `enable_gradients` for the optimizer in turn at a step, and returns the optimizer's name."""
         self.enable_gradients(turn := self.name_at(step))

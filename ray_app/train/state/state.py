@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,16 +58,6 @@ _NO_TRUSTED_STATE = (
     "After a failure, the remaining workers have different states of the same step, and there is no checkpoint or"
     " snapshot to continue from. Start again with a lower checkpoint.every_steps."
 )
-
-
-class Trainable(Protocol):
-    """The part of a task that a training state needs."""
-
-    def build_model(self) -> nn.Module:
-        """Returns the model, see `Task.build_model`."""
-
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Updates the parameters, see `Task.apply_gradients`."""
 
 
 class StateBackend:
@@ -199,7 +189,7 @@ class StateBackend:
             PeerLostError: A peer left meanwhile; the state is unchanged.
         """
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Gives other ranks copies of this rank's part of the state after a step; a lost peer is only logged."""
 
     def collect(self) -> None:
@@ -212,7 +202,7 @@ class StateBackend:
     def end_generation(self, leaves: bool) -> None:
         """Ends a generation as planned, with this rank if it `leaves`; raises `PeerLostError` if a peer left before."""
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns a copy of the state, see `TrainingState.snapshot`; local."""
         return self.state.copy_to_host(into)
 
@@ -249,7 +239,7 @@ class TrainingState:
     def __init__(
         self,
         config: Config,
-        task: Trainable,
+        task: Task,
         device: torch.device,
         total_steps: int,
         backend: StateBackend | None = None,
@@ -260,7 +250,7 @@ class TrainingState:
         self._total_steps = total_steps
         self.backend = backend or StateBackend()
         self.backend.state = self
-        self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
+        self._has_own_update = type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.metric_states: list[float] = []
         self.model, self._frozen_layers = self._build_model(not self.backend.builds_anew)
@@ -298,7 +288,7 @@ class TrainingState:
 
         model = self.backend.build_model(build, needs_values)
         frozen = freeze_parameters(model, self._config.train.freeze or [])
-        keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
+        keeps_modes = self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
 
     def _build_optimizers(self) -> None:
@@ -306,7 +296,7 @@ class TrainingState:
         config, model = self._config, self.master
         self.train()
         self.average = ParameterAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
-        state = self._task.initial_loss_scale() if isinstance(self._task, Task) else None
+        state = self._task.initial_loss_scale()
         self.scale = LossScale(state) if config.train.precision == "fp16" or state else None
         has_outer = "outer_lr" in config.train.strategy_traits.train_fields
         self.outer = _make_outer_optimizer(model, config.train) if has_outer else None
@@ -314,15 +304,13 @@ class TrainingState:
         self.optimizer: Optimizer
         self.schedule: LRScheduler | TurnSchedules | None = None
         if config.optimizers is not None:
-            assert isinstance(self._task, Task), "only a Task has losses for several optimizers"
             self.optimizer = self.turns = Turns(config.optimizers, named, self._build_optimizer, self._task.phases())
             self.schedule = TurnSchedules(config.optimizers, self.turns, self._total_steps, make_schedule)
             return
         if config.optimizer.class_path == TASK_OPTIMIZER:
-            assert isinstance(self._task, Task), "config checks refuse it for strategies without a Task"
             self.optimizer, self.schedule = self._task.configure_optimizers(model)
             # What the optimizer does not have gets no gradient, so that it counts neither in the norm nor in clipping.
-            if type(self._task).apply_gradients is Task.apply_gradients:
+            if not self._has_own_update:
                 optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
                 for p, computing in zip(model.parameters(), self.model.parameters(), strict=True):
                     if id(p) not in optimized:
@@ -391,7 +379,7 @@ class TrainingState:
     @property
     def _next_optimizer(self) -> Optimizer:
         """The optimizer that the next step uses."""
-        return self.optimizer if self.turns is None else self.turns.optimizer_at(self.step)
+        return self.optimizer if self.turns is None else self.turns.optimizers[self.turns.name_at(self.step)]
 
     def train(self) -> None:
         """Puts the model into training mode, except for the layers that stay in evaluation mode."""
@@ -408,6 +396,7 @@ class TrainingState:
         """
         try:
             average: Any = self.average.in_place() if self.average is not None else nullcontext()
+            # An optimizer of Keras averages by itself.
             if hasattr(self.optimizer, "average_in_place"):
                 average = self.optimizer.average_in_place()
             with average:

@@ -74,9 +74,9 @@ class ReplicaBuffers:
             if shared and buffer is not None
         ]
         # The buffers at the start of the step, and those after logical worker 0, which rank 0 broadcasts.
-        self._start, self._first_worker = (self._buffers.like() for _ in range(2))
-        self._has_first_worker = False
-        memory = self._first_worker.memory
+        self._start, self._first_buffers = (self._buffers.like() for _ in range(2))
+        self._has_first_buffers = False
+        memory = self._first_buffers.memory
         self._has_broadcast = world.size > 1 and memory.numel() > 0
         is_on_host = kind_of(memory.device).is_host
         # Where the host carries the broadcast of a device, the buffers pass through this memory.
@@ -89,7 +89,7 @@ class ReplicaBuffers:
 
     def begin(self) -> None:
         """Copies the buffers at the start of a step."""
-        self._has_first_worker = False
+        self._has_first_buffers = False
         self._start.copy(self._buffers)
 
     def checksum(self) -> int:
@@ -128,19 +128,19 @@ class ReplicaBuffers:
         if len(self._world.assigned) == 1:
             return
         if logical_worker == 0:
-            self._has_first_worker = True
-            self._first_worker.copy(self._buffers)
+            self._has_first_buffers = True
+            self._first_buffers.copy(self._buffers)
         self._buffers.copy(self._start)
 
     def launch(self) -> None:
         """Starts the broadcast of logical worker 0's buffers to all ranks; rank 0 runs logical worker 0."""
         if not self._has_broadcast:
-            if self._has_first_worker:
-                self._buffers.copy(self._first_worker)
+            if self._has_first_buffers:
+                self._buffers.copy(self._first_buffers)
             return
-        if not self._has_first_worker and self._world.rank == 0:
-            self._first_worker.copy(self._buffers)
-        memory = self._first_worker.memory
+        if not self._has_first_buffers and self._world.rank == 0:
+            self._first_buffers.copy(self._buffers)
+        memory = self._first_buffers.memory
         if self._host_memory is not None:
             memory = self._host_memory.copy_(memory) if self._world.rank == 0 else self._host_memory
         with self._launch_guard():
@@ -154,8 +154,8 @@ class ReplicaBuffers:
             self._pending.wait()
         self._pending = None
         if self._host_memory is not None:
-            self._first_worker.memory.copy_(self._host_memory, non_blocking=True)
-        self._buffers.copy(self._first_worker)
+            self._first_buffers.memory.copy_(self._host_memory, non_blocking=True)
+        self._buffers.copy(self._first_buffers)
 
 
 ModuleModes = list[tuple[nn.Module, bool]]

@@ -53,9 +53,9 @@ class Step:
     world: World
     enter: Callable[[Phase], None]
     max_norm: float | None
-    timer: StepTimer | None = None
-    sdc: SdcChecker | None = None
-    epoch_steps: int = 1
+    timer: StepTimer | None
+    sdc: SdcChecker | None
+    epoch_steps: int
 
     @property
     def lr(self) -> float:
@@ -125,7 +125,7 @@ class Step:
             is_first, before = (self.state.step - 1) % self.epoch_steps == 0, self.state.metric_states
             self.state.metric_states, running = self.task.running_metrics(before, result.states, is_first)
             result = result._replace(running=running)
-        self.state.backend.send_replicas()
+        self.state.backend.send_peer_replica()
         return result
 
     def _run_passes(self, cursor: Cursor, batches: list[MicroBatch], global_rows: int) -> list[DeviceSums | None]:
@@ -238,7 +238,7 @@ class TurnStep:
         turns = self._turns
         if not turns.phases:
             return self._steps[turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
-        snapshot, updates = self._state.copy_to_host(), list[WeightUpdate]()
+        snapshot, updates = self._state.snapshot(), list[WeightUpdate]()
         token = step_updates.set(updates)
         try:
             for phase in range(len(turns.phases)):

@@ -216,7 +216,7 @@ class CentralBackend(StateBackend):
         self._peer_replicas.clear()
         return []
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Copies the state of rank 0 to rank 1, with `train.peer_replica`."""
         if self._has_peer_replicas and self._world.size > 1:
             part = None
@@ -238,7 +238,7 @@ class CentralBackend(StateBackend):
         del leaves
         self.collect()
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns the whole copy that `collect` has made.
 
         The memory of an older copy is not reused: if a peer is lost meanwhile, that copy is needed.

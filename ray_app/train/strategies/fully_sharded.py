@@ -464,7 +464,7 @@ class ShardedBackend(StateBackend):
         # A rank needs no copies any more when all ranks have their rows.
         gather(None, world)
         self._replicas.clear()
-        self.send_replicas()
+        self.send_peer_replica()
         return []
 
     def _open_copies(self, world: World) -> Snapshot | None:
@@ -476,9 +476,8 @@ class ShardedBackend(StateBackend):
         if newest is None:
             return None
         step, ranks = newest
-        parts = {
-            owner: copy.unpack() for owner, copy in self._replicas.parts_of(step).items() if ranks[owner] == world.rank
-        }
+        copies = self._replicas.parts_of(step)
+        parts = {owner: copy.unpack() for owner, copy in copies.items() if ranks[owner] == world.rank}
         local: dict[str, dict[int, dict[str, Any]]] = {}
         structure: Any = None
 
@@ -507,7 +506,7 @@ class ShardedBackend(StateBackend):
 
         return Snapshot(**map_tensors(reports[ranks[0]][0], peer_tensor))
 
-    def send_replicas(self) -> None:
+    def send_peer_replica(self) -> None:
         """Copies the part of each rank to the next rank, with `train.peer_replica`."""
         if self._train.peer_replica and self._world.size > 1:
             part = vars(self._part())
@@ -525,7 +524,7 @@ class ShardedBackend(StateBackend):
             part = vars(self._part())
             self._replicas.keep_for_next(self.state.step, part, self._world, leaving)
 
-    def snapshot(self, into: Snapshot | None) -> Snapshot:
+    def snapshot(self, into: Snapshot | None = None) -> Snapshot:
         """Returns a copy of this rank's part of the state."""
         self._checkpoint_steps.append(self.state.step)
         return Snapshot(**copy_to_host(vars(self._part()), vars(into) if into is not None else None))

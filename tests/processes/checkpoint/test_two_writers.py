@@ -117,7 +117,7 @@ def test_two_writers_stopped_anywhere_leave_one_intact_checkpoint(paths: RunPath
         )
     for writer in sorted(checkpoint_writers, key=lambda name: name != first):
         stops.may_go[writer].set()
-        checkpoint_writers[writer].check()
+        checkpoint_writers[writer].wait_for_commit()
         assert_intact(paths)
     assert {e.kind for e in read_events(paths)} == {"checkpointed"}, "a writer failed because of the other"
 
@@ -186,7 +186,7 @@ def test_a_failing_writer_does_not_make_the_other_fail(
     old.wait()
     assert not (paths.checkpoint(20, 1) / MODEL).exists()
     stops.may_go["new"].set()
-    new.check()
+    new.wait_for_commit()
     assert_intact(paths)
 
 

@@ -159,7 +159,7 @@ SITES: dict[Site, Case | Check | str] = {
     ): "the stream that receives shards waits for the computing one before it receives others",
     Site("reduction.overlap", "StreamExecutor.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
-    Site("train.step.validation", "Validation.run", "check_device_errors()"): LINK,
+    Site("train.step.worker_evaluation", "WorkerEvaluation.run", "check_device_errors()"): LINK,
     Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,
     Site("devices", "DeviceKind.synchronize", "self.module.synchronize(device)"): ABORT,
     Site(

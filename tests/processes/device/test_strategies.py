@@ -113,7 +113,7 @@ def test_workers_evaluate_on_their_devices(device_pool: WorkerPool, data: Path, 
         evaluate__batch_size=5,
         data__eval_path=str(data.with_name("eval")),
     )
-    job = dataclasses.replace(job, evaluation=open_rows(job.task, str(job.config.data.eval_path)))
+    job = dataclasses.replace(job, eval_source=open_rows(job.task, str(job.config.data.eval_path)))
     metrics = []
     for workers in (1, 3):
         device_run(device_pool, job, workers)

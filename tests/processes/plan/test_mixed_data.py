@@ -77,8 +77,8 @@ def test_folders_may_move_and_weights_may_not_change(config: Config, tmp_path: P
 def test_folds_divide_the_rows_of_all_data_sets(config: Config) -> None:
     config = config.replace(data__eval_path=None)
     job = prepare(config.replace(data__fold=0, data__folds=3)).job
-    assert job.evaluation is not None
-    assert [job.plan.manifest.num_rows, job.evaluation.manifest.num_rows] == [50, 25]
+    assert job.eval_source is not None
+    assert [job.plan.manifest.num_rows, job.eval_source.manifest.num_rows] == [50, 25]
     # The last of five folds has all rows of the second data set.
     with pytest.raises(DataError, match=r"Data set 1 of data.path has no row to train on \(data.fold\)"):
         prepare(config.replace(data__fold=4))

@@ -307,7 +307,7 @@ def test_a_writer_without_the_lease_commits_nothing(paths: RunPaths) -> None:
     with pytest.raises(LeaseLostError, match=r"taken over by its start number 2 .* on node-7"):
         writer.raise_if_lost()
     with pytest.raises(LeaseLostError):
-        writer.check()
+        writer.wait_for_commit()
     with pytest.raises(LeaseLostError):
         writer.save(lambda: pytest.fail("it goes on copying"), commit_of(3, lease.fence))
     assert [c.step for c in store.commits()] == [1]

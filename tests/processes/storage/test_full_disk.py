@@ -54,12 +54,12 @@ def test_a_full_disk_leaves_the_newest_checkpoint(
     store, writer = CheckpointStore(paths), CheckpointWriter(paths, CheckpointSection(keep_last=2), list)
     for step in (1, 2):
         writer.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
-    writer.check()
+    writer.wait_for_commit()
     before = free_bytes(disk)
     for step in (3, 4):
         writer.save(lambda step=step: snapshot_of(step, FLOATS), commit_of(step))
     with pytest.raises(CheckpointError, match="No space left on device"):
-        writer.check()
+        writer.wait_for_commit()
     assert caplog.text.count("attempt 6 of 6 failed") == 2
     failed = read_events(paths, "write_failed")
     assert [(e.details["step"], e.details["attempts"]) for e in failed] == [(3, 6), (4, 6)]
@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_the_newest_checkpoint(
     for file in list_tree(paths.checkpoint(1, 1)).values():
         file.unlink()
     writer.save(lambda: snapshot_of(5, FLOATS), commit_of(5))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in store.commits()] == [2, 5]
 
 

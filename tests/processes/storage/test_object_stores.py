@@ -447,14 +447,14 @@ def test_an_outage_fails_one_checkpoint_and_not_the_next(
     s3_server.fail(r"PUT .*step-00000002.*training.pt|POST .*\?delete|DELETE|PUT .*/events/", times=-1)
     writer.save(lambda: snapshot_of(2), commit_of(2))
     with pytest.raises(CheckpointError, match="503"):
-        writer.check()
+        writer.wait_for_commit()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1]
     assert sorted(name[-len(MODEL) :] for name in list_tree(paths.checkpoint(2, 1))) == [WRITER, MODEL, MODEL], (
         "the incomplete checkpoint was removed although deleting fails"
     )
     s3_server.reset()
     writer.save(lambda: snapshot_of(3), commit_of(3))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 3]
     assert [(e.kind, e.details["step"]) for e in read_events(paths)] == [
         ("checkpointed", 1), ("write_retried", 1), ("checkpointed", 3), ("write_failed", 2),

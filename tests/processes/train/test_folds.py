@@ -36,7 +36,7 @@ def make_fold_job(folder: Path, data: Path, evaluation: Path | None, config: Con
     fields = {f"data__{name}": getattr(config.data, name) for name in FIELDS}
     path = str(evaluation) if evaluation is not None else None
     job = make_job(folder, data, logical_workers=3, evaluate__where="workers", data__eval_path=path, **fields)
-    return replace(job, evaluation=open_evaluation_rows(job.task, job.config))
+    return replace(job, eval_source=open_evaluation_rows(job.task, job.config))
 
 
 def train(pool: WorkerPool, job: Job, workers: int) -> tuple[Any, dict[str, float]]:

@@ -122,6 +122,6 @@ def test_straggler_detection_is_off_with_fsdp(tmp_path: Path, reduction: str) ->
     job = make_job(
         tmp_path / "run", data, logical_workers=4, batch=8, train__strategy="fsdp", train__reduction=reduction
     )
-    assert StragglerReporter(job, World(0, 2, 4), (), CPU)._detector is None
+    assert StragglerReporter(job, World(0, 2, 4), CPU)._detector is None
     ddp = make_job(tmp_path / "run", data, logical_workers=4, batch=8)
-    assert StragglerReporter(ddp, World(0, 2, 4), (), CPU)._detector is not None
+    assert StragglerReporter(ddp, World(0, 2, 4), CPU)._detector is not None

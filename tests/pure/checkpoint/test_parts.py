@@ -164,7 +164,7 @@ def test_a_checkpoint_without_all_parts_is_not_committed(
     assert ("no space" if reason == "an error" else "have not written") in event.details["reason"]
     for index in (1, 0):
         save(index, "g1.2-")
-    writers[0].check()
+    writers[0].wait_for_commit()
     [commit] = store.commits()
     assert commit.prefix == "g1.2-"
     assert digest_tensors(unpack(store.load(commit))) == digest_tensors(whole)

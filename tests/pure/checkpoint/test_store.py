@@ -552,7 +552,7 @@ def test_a_failed_checkpoint_write_is_retried(paths: RunPaths) -> None:
     disk = FailingDisk({1: 3})
     writer = CheckpointWriter(paths, CheckpointSection(), list, disk)
     writer.save(lambda: snapshot_of(1), commit_of(1))
-    writer.check()
+    writer.wait_for_commit()
     assert disk.raised == 3
     [commit] = CheckpointStore(paths).commits()
     assert commit.params_digest == params_digest(snapshot_of(1).model)
@@ -566,7 +566,7 @@ def test_a_damaged_pin_fails_no_checkpoint_write(paths: RunPaths) -> None:
     writer = CheckpointWriter(paths, CheckpointSection(), list)
     for step in (1, 2, 3):
         writer.save(lambda step=step: snapshot_of(step), commit_of(step))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2, 3], (
         "a checkpoint was removed while a pin is unreadable"
     )
@@ -589,7 +589,7 @@ def test_the_checkpoint_writer_waits_for_the_previous_write(paths: RunPaths) -> 
     assert CheckpointStore(paths).commits() == [], "the step waited for the write"
     threading.Timer(0.05, may_write.set).start()
     writer.save(take_snapshot, commit_of(2))
-    writer.check()
+    writer.wait_for_commit()
     assert could_write == [False, True]
     assert [c.step for c in CheckpointStore(paths).commits()] == [1, 2]
 
@@ -742,7 +742,7 @@ def test_checkpoints_that_exceed_the_pin_of_a_slow_evaluator_are_recorded_as_ski
     writer = CheckpointWriter(paths, CheckpointSection(keep_last=2), lambda: [])
     for step in range(1, Pin.max_checkpoints + 6):
         writer.save(lambda step=step: snapshot_of(step), commit_of(step))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in store.commits()] == list(range(6, Pin.max_checkpoints + 6))
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4, 5]
 
@@ -766,7 +766,7 @@ def test_skipped_evaluations_are_recorded_before_the_checkpoints_are_removed(
     monkeypatch.setattr(store_module, "remove_tree", fail_to_remove)
     for step in range(5, 7):
         writer.save(lambda step=step: snapshot_of(step), commit_of(step))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in store.commits()] == [5, 6]
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [3, 4]
 
@@ -786,7 +786,7 @@ def test_skipped_evaluations_are_recorded_later_if_the_storage_refuses_the_event
         writer.wait()
     assert read_events(paths, "evaluation_skipped") == []
     writer.save(lambda: snapshot_of(3), commit_of(3))
-    writer.check()
+    writer.wait_for_commit()
     assert [e.details["step"] for e in read_events(paths, "evaluation_skipped")] == [1, 2]
 
 
@@ -802,7 +802,7 @@ def test_checkpoints_deleted_before_an_evaluator_starts_are_recorded_as_skipped(
     writer = CheckpointWriter(paths, CheckpointSection(keep_last=1), lambda: [])
     for step in range(1, 6):
         writer.save(lambda step=step: snapshot_of(step), commit_of(step))
-    writer.check()
+    writer.wait_for_commit()
     assert [c.step for c in store.commits()] == [5]
     skipped = [(e.details["step"], e.details.get("by")) for e in read_events(paths, "evaluation_skipped")]
     assert set(skipped) == {(3, None), (4, None), (4, "august")}

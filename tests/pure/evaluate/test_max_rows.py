@@ -55,7 +55,7 @@ def test_a_run_evaluates_on_the_first_rows_of_each_row_group(
         "tracking__enabled": False,
     }
     config = Config(task=TABULAR, optimizer=OptimizerSpec("torch.optim.SGD", {"lr": 0.1})).replace(**fields)
-    evaluation = prepare(config).evaluation
+    evaluation = prepare(config).evaluation_job
     assert evaluation is not None
     arrays = load_all(fetch_in_process, evaluation.data).arrays
     assert np.asarray(arrays["features"]).ravel().tolist() == expected

@@ -104,8 +104,8 @@ def test_every_way_to_evaluate_has_the_batches_of_a_plain_loop(name: str, data: 
     prepared = prepare(config_of(data, tmp_path, DEPENDENT_TASKS[name]))
     job, section = prepared.job, prepared.job.config.evaluate
     model = job.task.build_model().eval()
-    assert job.evaluation is not None
-    arrays = load_all(fetch_in_process, job.evaluation).arrays
+    assert job.eval_source is not None
+    arrays = load_all(fetch_in_process, job.eval_source).arrays
     losses = []
     with torch.no_grad():
         for low in range(0, ROWS, 20):

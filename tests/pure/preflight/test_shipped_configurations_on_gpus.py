@@ -60,6 +60,6 @@ def test_a_shipped_configuration_starts_on_gpus(
     job = prepared.job
     assert job.config.scaling.gpus_per_worker == 1
     assert job.workers_evaluate == (fields.get("evaluate__where") == "workers")
-    assert (prepared.evaluation is None) == job.workers_evaluate
+    assert (prepared.evaluation_job is None) == job.workers_evaluate
     max_workers = 1 if fields.get("train__strategy") == "single" else config.scaling.worker_limit
     assert workers_that_fit(job.config, ClusterCapacity({"CPU": 128.0, "GPU": max_workers + 1.0})) == max_workers

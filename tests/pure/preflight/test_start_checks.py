@@ -77,8 +77,8 @@ def test_evaluation_data_is_numbered_by_the_names_of_the_training_data(tmp_path:
     trained = ["cat", "dog", "owl"]
     train = write_labelled(tmp_path / "a", [0, 1, 2, 1] * 4, trained)
     prepared = prepare_tabular(train, data__eval_path=str(write_labelled(tmp_path / "b", LABELS, names)))
-    assert prepared.job.evaluation is not None
-    labels = load_all(fetch_in_process, prepared.job.evaluation).arrays["label"]
+    assert prepared.job.eval_source is not None
+    labels = load_all(fetch_in_process, prepared.job.eval_source).arrays["label"]
     assert [trained[label] for label in labels] == [names[label] for label in LABELS]
 
 
@@ -171,7 +171,7 @@ def test_a_pandas_index_is_not_a_feature(tmp_path: Path) -> None:
         assert prepared.job.task.columns() == ["x", "label"]
         assert (
             f"Columns not used: '{index or '__index_level_0__'}' (integer, which numbers the rows; name the column"
-            in prepared.data[1]
+            in prepared.columns[1]
         )
 
 
@@ -187,7 +187,7 @@ def test_the_start_reports_unused_columns_with_a_reason(tmp_path: Path) -> None:
     price[7] = "?"
     letters = [bytes([65 + i]) for i in range(16)]
     data = write_labelled(tmp_path / "a", LABELS, ["cat", "dog"], price=price, city=["Ulm"] * 16, scan=letters)
-    used, unused = prepare_tabular(data).data
+    used, unused = prepare_tabular(data).columns
     assert used == "Columns used: city, x; to predict label, 2 classes: cat, dog"
     assert (
         unused == "Columns not used: 'price' (text with 16 different values in 16 rows; categories can name it),"
@@ -218,7 +218,7 @@ def test_labels_that_are_identifiers_are_refused(tmp_path: Path, labels: Any, me
 
 def test_the_configured_number_of_classes_is_accepted(tmp_path: Path) -> None:
     prepared = prepare_tabular(write_labelled(tmp_path / "a", [5, 90] * 8), {"num_classes": 100})
-    assert ", 100 classes" in prepared.data[0]
+    assert ", 100 classes" in prepared.columns[0]
 
 
 def test_more_classes_than_the_maximum_are_refused_even_with_more_rows(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def reduce_on(size: int, logical_workers: int, shapes: list[int], dtype: torch.d
                     p.grad = torch.randn(p.shape, generator=generator).mul_(10.0 ** (v % 7)).to(dtype)
                 for bucket in reducers[-1]._buckets:
                     assert bucket.shard_numel * bucket.result.element_size() % ALIGNED == 0
-                    bucket.collect(v)
+                    bucket.take_gradients(v)
         for number in range(len(reducers[0]._buckets)) if size > 1 else ():
             pipelines = [reducer._reduce_exactly(reducer._buckets[number]) for reducer in reducers]
             with adds:

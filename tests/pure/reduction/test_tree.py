@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, logical_workers_of, split_point, subtrees
+from ray_app.plan.assignment import TreeNode, logical_workers_of, split_point, subtrees
 from ray_app.reduction.tree import TreeSum, tree_parents
 
 logical_counts = st.integers(1, 70)
@@ -23,14 +23,14 @@ def terms(count: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(16, generator=generator) * s for s in scale]
 
 
-def reference(values: list[Tensor], node: Node) -> Tensor:
+def reference(values: list[Tensor], node: TreeNode) -> Tensor:
     """Returns the sum by the recursive definition of the tree."""
     if node[1] - node[0] == 1:
         return values[node[0]]
     return reference(values, (node[0], split_point(node))) + reference(values, (split_point(node), node[1]))
 
 
-def add_nodes(nodes: list[tuple[Node, Tensor]], logical_workers: int) -> list[tuple[Node, Tensor]]:
+def add_nodes(nodes: list[tuple[TreeNode, Tensor]], logical_workers: int) -> list[tuple[TreeNode, Tensor]]:
     """Returns the nodes of a tree after the given ones were pushed; the given tensors do not change."""
     tree = TreeSum(tree_parents(logical_workers))
     for node, value in nodes:
@@ -53,7 +53,7 @@ def test_sums_are_bit_identical_for_every_world_size(data: st.DataObject, count:
     """Ranks add the terms that they own; the rest of the tree is added from their partial sums."""
     size = data.draw(st.integers(1, count))
     values = terms(count)
-    partial: list[tuple[Node, Tensor]] = []
+    partial: list[tuple[TreeNode, Tensor]] = []
     for rank in range(size):
         block = logical_workers_of(rank, size, count)
         nodes = add_nodes([((v, v + 1), values[v]) for v in block], count)
@@ -93,5 +93,5 @@ def test_the_terms_distinguish_orders_of_addition() -> None:
 @pytest.mark.parametrize(
     ("block", "expected"), [(range(4), [(0, 4)]), (range(1, 4), [(1, 2), (2, 4)]), (range(2), [(0, 2)])]
 )
-def test_subtrees_of_four(block: range, expected: list[Node]) -> None:
+def test_subtrees_of_four(block: range, expected: list[TreeNode]) -> None:
     assert subtrees(block, 4) == expected

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ray_app.plan.assignment import Node, logical_workers_of, subtrees
+from ray_app.plan.assignment import TreeNode, logical_workers_of, subtrees
 from ray_app.reduction.reducer import state_checksum
 from ray_app.reduction.tree import TreeSum, tree_parents
 from ray_app.reduction.world import Stage, plan_stages
 
-NodeSums = list[tuple[Node, Tensor]]
+NodeSums = list[tuple[TreeNode, Tensor]]
 
 
 def hosts_of_ranks(hosts: int, ranks_per_host: int) -> list[str]:

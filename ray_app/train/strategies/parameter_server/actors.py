@@ -161,7 +161,7 @@ class CoordinatorActor(Coordinator):
                 monitor(self._rendezvous.status())
 
     def _monitor_workers(self, status: RendezvousStatus) -> None:
-        self.update_workers(status.live | status.draining, status.waiting is not None, status.stopping)
+        self.update_workers(status.live | status.draining, status.wait_reason is not None, status.stopping)
 
     def _monitor_servers(self, status: RendezvousStatus) -> None:
         """Ends servers that hang, before the workers count as stalled; Ray restarts them.

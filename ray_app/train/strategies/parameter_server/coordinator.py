@@ -250,7 +250,7 @@ class Coordinator:
                 Cursor.at(step, self._plan.steps_per_epoch), "cadence" if job.is_checkpoint_due(step) else "extra"
             )
         if self._stopping or step >= job.last_step:
-            self._step_log.check()
+            self._step_log.wait_for_commit()
             with self._waiting():
                 self._step_log.close()
             self._over = True
@@ -276,7 +276,7 @@ class Coordinator:
             self._served.begin_era(eras)
         self._broken = self._halfway = False
         with self._waiting():
-            self._step_log.align(World(0, 1, self._plan.logical_workers), self._served.era)
+            self._step_log.begin_generation(World(0, 1, self._plan.logical_workers), self._served.era)
         self._units = UnitScheduler(self._plan.logical_workers, self._state.step, self._job.config.train.staleness)
         self._tables: dict[int, dict[int, UnitResult]] = {}
         self._over = self._over or self._state.step >= self._job.last_step

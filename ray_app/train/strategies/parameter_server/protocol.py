@@ -166,7 +166,6 @@ class Servers(Protocol):
         Returns:
             The replies of the servers; None if a server is lost.
         """
-        ...
 
 
 def call_all_servers(servers: Servers, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:

@@ -21,6 +21,7 @@ from ray_app.devices import HOST
 from ray_app.errors import DataError
 from ray_app.reduction.reducer import gradient_norms, scale_and_clip
 from ray_app.reduction.tree import TreeSum, tree_parents
+from ray_app.task.base import Batch, Task
 from ray_app.train.state.state import StateBackend, TrainingState
 from ray_app.train.strategies.parameter_server.layout import Bytes, from_bytes, to_bytes
 from ray_app.train.strategies.parameter_server.protocol import Pulled, Pushed
@@ -223,8 +224,8 @@ class _ServerBackend(StateBackend):
         return build([{"params": [parameters[i] for i in members]} for members in self._members], True)
 
 
-class _ServerTask:
-    """The task of a server's training state, see `Trainable`: its model is the server's parts of parameters."""
+class _ServerTask(Task):
+    """The task of a server's training state: its model is the server's parts of parameters, which have no loss."""
 
     def __init__(self, values: list[Tensor]) -> None:
         self._values = values
@@ -232,6 +233,8 @@ class _ServerTask:
     def build_model(self) -> nn.Module:
         return nn.ParameterList([value.clone() for value in self._values])
 
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        del model
-        optimizer.step()
+    def columns(self) -> list[str]:
+        return []
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        raise NotImplementedError

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import Snapshot, pack
 from ray_app.config.config import Config
@@ -23,7 +22,7 @@ from ray_app.train.state import transfer as transfer_module
 from ray_app.train.state.state import TrainingState
 from ray_app.train.state.transfer import transfer_snapshot
 from tests.support.device_group import BACKEND
-from tests.support.local_world import CPU, LocalMembership
+from tests.support.local_world import CPU, LocalMembership, TinyImages
 
 _MB = 1 << 20
 
@@ -79,18 +78,16 @@ def test_only_ranks_without_a_state_receive_it(
     assert digests == [expected if rank in [source, *to] else None for rank in range(size)]
 
 
-class LargeModel:
+class LargeModel(TinyImages):
     """A task with `megabytes` MB of parameters, half of them in one tensor."""
 
     def __init__(self, megabytes: int) -> None:
+        super().__init__()
         self.megabytes = megabytes
 
     def build_model(self) -> nn.Module:
         sizes = [self.megabytes // 2] + [self.megabytes // 16] * 8
         return nn.ParameterList([nn.Parameter(torch.zeros(size * _MB // 4)) for size in sizes])
-
-    def apply_gradients(self, model: nn.Module, optimizer: Optimizer) -> None:
-        raise AssertionError
 
 
 @contextmanager

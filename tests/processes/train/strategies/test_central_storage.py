@@ -218,7 +218,7 @@ def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]
         moments = [v for values in state.optimizer.state.values() for v in values.values() if v.ndim]
         return {
             "evaluated": evaluated_digest,
-            "snapshot": params_digest(state.snapshot().model),
+            "snapshot": params_digest(state.backend.snapshot().model),
             "shared": len(on_device & on_host),
             "optimizer": sum(v.nbytes for v in moments),
             "parameters": sum(p.nbytes for p in state.model.parameters()),

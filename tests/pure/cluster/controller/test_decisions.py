@@ -148,19 +148,19 @@ def resize_of(workers: int, possible: int, config: dict[str, Any] | None = None,
 
 def test_below_the_minimum_the_run_waits_and_continues_when_there_is_capacity() -> None:
     one_starts = resize_of(1, 2)
-    assert (one_starts.joining, one_starts.pending, one_starts.waiting_reason) == (0, 1, None)
+    assert (one_starts.joining, one_starts.pending, one_starts.wait_reason) == (0, 1, None)
     it_joins = resize_of(1, 2, pending=1, ready=1)
-    assert (it_joins.joining, it_joins.pending, it_joins.waiting_reason) == (1, 0, None)
+    assert (it_joins.joining, it_joins.pending, it_joins.wait_reason) == (1, 0, None)
 
 
 def test_a_group_without_workers_gets_pending_workers() -> None:
     """All of its former workers were declared lost."""
     joins = resize_of(0, 2, has_worker_group=True, pending=2, ready=2)
-    assert (joins.workers, joins.joining, joins.waiting_reason) == (2, 2, None)
+    assert (joins.workers, joins.joining, joins.wait_reason) == (2, 2, None)
     grows = resize_of(2, 4, pending=2, ready=2)
     assert (grows.joining, grows.reason) == (2, "a worker would run 1 logical workers instead of 2")
     holds = resize_of(0, 1, has_worker_group=True)
-    assert (holds.joining, holds.waiting_reason) == (0, "0 of at least 2 workers; waiting for capacity")
+    assert (holds.joining, holds.wait_reason) == (0, "0 of at least 2 workers; waiting for capacity")
 
 
 def test_standby_workers_start_with_free_capacity_and_replace_all_lost_workers() -> None:

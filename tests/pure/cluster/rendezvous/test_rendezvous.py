@@ -46,11 +46,11 @@ def test_fewer_workers_than_the_minimum_wait_unless_the_run_stops(workers: Worke
 
 def test_the_status_reports_too_few_workers_and_the_rest_forms_at_the_end_of_the_run(workers: WorkerSet) -> None:
     workers.restart(min_workers=2)
-    assert workers.rendezvous.status().waiting is None
+    assert workers.rendezvous.status().wait_reason is None
     workers.start("ab")
-    assert workers.rendezvous.status().waiting is None
+    assert workers.rendezvous.status().wait_reason is None
     workers.rendezvous.remove({"b"})
-    assert workers.rendezvous.status().waiting == "1 of at least 2 workers; waiting for others"
+    assert workers.rendezvous.status().wait_reason == "1 of at least 2 workers; waiting for others"
     # The rendezvous restarts after b has finished normally.
     workers.restart(min_workers=2)
     workers.join("a", was_broken=True)
@@ -193,7 +193,7 @@ def test_below_the_minimum_all_workers_wait_until_a_stop(workers: WorkerSet) -> 
     workers.rendezvous.set_expected(1, "1 of at least 2 workers")
     workers.join("a", was_broken=True)
     assert workers.formed() == {}
-    assert workers.rendezvous.status().waiting == "1 of at least 2 workers"
+    assert workers.rendezvous.status().wait_reason == "1 of at least 2 workers"
     workers.rendezvous.raise_flags(Flags.STOP)
     workers.rendezvous.set_expected(1, "1 of at least 2 workers")
     assert workers.formed() == {"a": (2, 0, 1)}, "a stop needs no minimum"

@@ -148,11 +148,11 @@ def test_messages_survive_encoding_and_decoding() -> None:
     record = StepRecord(
         1, 0, 0.0, float("inf"), 0.1, 1.0, 3.0, 0.1, 2, [3, 4], [5, 2**63], "1.1", 1, 2.5, {"accuracy": 0.5}
     )
-    numbers: Any = {"pid": 2, "generation": 3, "rank": 4, "step": 5, "recorded": 6, "progress_reports": 7}
+    numbers: Any = {"pid": 2, "generation": 3, "rank": 4, "step": 5, "stored_step": 6, "progress_reports": 7}
     beat = Heartbeat("w", "n", "10.0.0.1", 1, phase="saving", record=record, wait_number=8, was_broken=True, **numbers)
     formed = GenerationInfo(3, 1, 2, "10.0.0.1", 5, ("10.0.0.1", "10.0.0.2"))
     reply = HeartbeatReply(
-        generation=3, flags=Flags.STOP | Flags.SAVE, drain=True, dump=True, recorded=9, formed=formed, period_s=2.5
+        generation=3, flags=Flags.STOP | Flags.SAVE, drain=True, dump=True, stored_step=9, formed=formed, period_s=2.5
     )
     assert decode_heartbeat(encode(beat)) == beat
     assert decode_reply(encode(reply)) == reply

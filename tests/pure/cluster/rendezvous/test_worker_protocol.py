@@ -18,7 +18,7 @@ def join(number: int) -> WorkerProtocol:
 
 def test_a_generation_that_an_earlier_wait_got_does_not_end_a_later_one() -> None:
     worker = join(2)
-    assert (worker.number, worker.rank, worker.wait_number, worker.was_broken) == (2, 1, 0, False)
+    assert (worker.generation_number, worker.rank, worker.wait_number, worker.was_broken) == (2, 1, 0, False)
     worker.begin_wait(was_broken=False)
     worker.apply(HeartbeatReply(formed=GenerationInfo(2, 0, 1, "host", 1)))
     assert (worker.rank, worker.heartbeat().wait_number) == (1, 2)

@@ -118,7 +118,7 @@ class CheckpointWriterMachine(RuleBasedStateMachine):
         self.refusals = []
         if is_superseded:
             with pytest.raises(LeaseLostError):
-                self.writer.check()
+                self.writer.wait_for_commit()
             with pytest.raises(LeaseLostError):
                 self.writer.save(lambda: pytest.fail("it takes a snapshot"), commit)
             # `start` increments the fence again.
@@ -130,10 +130,10 @@ class CheckpointWriterMachine(RuleBasedStateMachine):
         if num_refusals == 6:
             self.failed_steps.append(self.step)
             with pytest.raises(CheckpointError, match="could not be written"):
-                self.writer.check()
+                self.writer.wait_for_commit()
         else:
             self.committed.add(self.step)
-            self.writer.check()
+            self.writer.wait_for_commit()
         self._delete_unneeded()
 
     @rule(steps_ahead=st.integers(1, 3), order=st.sampled_from([1, -1]))
@@ -150,9 +150,9 @@ class CheckpointWriterMachine(RuleBasedStateMachine):
             writer.save(lambda: Snapshot(self.step, {"p": torch.full((4,), float(self.step))}, {}, None), commit)
         for writer, _ in writers:
             writer.wait()
-        self.writer.check()
+        self.writer.wait_for_commit()
         with pytest.raises(LeaseLostError):
-            self.earlier[0].check()
+            self.earlier[0].wait_for_commit()
         self.earlier = None
         self.committed.add(self.step)
         self._delete_unneeded()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ray_app import load_config
-from ray_app.data.reader import fetch_in_process, load_all
+from ray_app.data.reader import fetch_in_process
 from ray_app.driver.result import Result
 from ray_app.evaluate.evaluator import Evaluator
 from ray_app.evaluate.job import EvaluationJob
@@ -28,7 +28,7 @@ from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
-from ray_app.train.step import validation as validation_module
+from ray_app.train.step import worker_evaluation
 from tests.support.batch_models import DEPENDENT_TASKS, write_data
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 from tests.support.waiting import wait_until
@@ -67,7 +67,7 @@ def evaluated_job(folder: Path, data: Path, **fields: Any) -> Job:
     defaults = {"evaluate__batch_size": 8, "evaluate__where": "workers", "data__eval_path": eval_path}
     folder.mkdir()
     job = make_job(folder / "run", data, task=CountsRows(str(folder / "notes")), every=4, **(defaults | fields))
-    return dataclasses.replace(job, evaluation=open_rows(job.task, eval_path))
+    return dataclasses.replace(job, eval_source=open_rows(job.task, eval_path))
 
 
 def read_results(job: Job) -> list[dict[str, Any]]:
@@ -118,8 +118,7 @@ def test_checkpoints_at_the_end_of_an_epoch_are_evaluated(worker_pool: WorkerPoo
 def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that the storage refuses twice is written; one that it always refuses is recorded as skipped."""
     job = evaluated_job(tmp_path / "outage", data)
-    evaluation, attempts = job.evaluation, Counter[int]()
-    assert evaluation is not None
+    attempts = Counter[int]()
 
     def put(paths: RunPaths, result: Evaluation) -> bool:
         attempts[result.step] += 1
@@ -136,21 +135,13 @@ def test_a_storage_outage_does_not_stop_training(data: Path, tmp_path: Path, mon
     def fail_to_list(paths: RunPaths) -> set[int]:
         raise OSError(f"503 {paths.name}")
 
-    monkeypatch.setattr(validation_module, "put_evaluation", put)
+    monkeypatch.setattr(worker_evaluation, "put_evaluation", put)
     monkeypatch.setattr(journal, "put_event", record_event)
-    monkeypatch.setattr(validation_module, "evaluated_steps", fail_to_list)
+    monkeypatch.setattr(worker_evaluation, "evaluated_steps", fail_to_list)
     pauses = list[float]()
     monkeypatch.setattr(time, "sleep", pauses.append)
-    train(
-        WorkerContext(
-            job,
-            SingleProcessMembership(4, lambda: False),
-            cache_windows,
-            torch.device("cpu"),
-            load_evaluation=lambda: load_all(fetch_in_process, evaluation).arrays,
-        )
-    )
-    assert (attempts[8], attempts[12]) == (3, validation_module._RETRY.attempts)
+    train(WorkerContext(job, SingleProcessMembership(4, lambda: False), cache_windows, torch.device("cpu")))
+    assert (attempts[8], attempts[12]) == (3, worker_evaluation._RETRY.attempts)
     assert pauses == [0.5, 1.0, *([0.5, 1.0, 2.0, 4.0, 8.0] * 2)], "the pauses are not those between the attempts"
     assert steps_of(read_results(job)) == [4, 8, 16]
     skipped = [(e.details["step"], e.details["reason"]) for e in read_events(job.paths, "evaluation_skipped")]
@@ -169,14 +160,14 @@ def test_rows_that_depend_on_their_batch_are_evaluated_alike_by_all(
     fields = {"data__global_batch_size": 12, "scaling__max_workers": 3, "train__max_steps": 2, "run__name": "run"}
     fields |= {"evaluate__where": "workers", "evaluate__batch_size": 20, "tracking__enabled": False, **paths}
     job = claim(prepare(load_config(task=DEPENDENT_TASKS[name], **fields)), 1).job
-    assert job.evaluation is not None
+    assert job.eval_source is not None
     values = []
     for size in (1, 2, 3):
         sized = job if size == 1 else dataclasses.replace(job, run_root=str(tmp_path / f"run-{size}"))
         worker_pool.train_to_end(sized, size)
         values.append(read_evaluations(sized.paths)[-1].metrics)
     section = dataclasses.replace(job.config.evaluate, where="actor")
-    evaluator = Evaluator(EvaluationJob(section, job.task, job.run_root, 1, job.evaluation, "other"), fetch_in_process)
+    evaluator = Evaluator(EvaluationJob(section, job.task, job.run_root, 1, job.eval_source, "other"), fetch_in_process)
     try:
         wait_until(lambda: bool(read_evaluations(job.paths, "other")))
     finally:

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 
 from ray_app.checkpoint.format import params_digest
+from ray_app.data.reader import Decoded, RowSource
 from ray_app.plan.order import Cursor
 from ray_app.reduction.messages import gather
 from ray_app.reduction.peer_errors import check_device_errors
@@ -34,13 +35,13 @@ _RETRY = Retry(0.5, attempts=6)
 """The attempts to write an evaluation; the numbers are those of checkpoints."""
 
 
-class Validation:
+class WorkerEvaluation:
     """Evaluates the training state, which is the same on all workers, by all workers together.
 
     Args:
-        job: The run, with `job.evaluation`.
+        job: The run, with `job.eval_source`.
         state: The training state.
-        load: Returns the decoded evaluation data, each field of shape (rows, ...); called at the first evaluation.
+        load: Decodes the evaluation data; called at the first evaluation.
         device: Device to compute on.
         report_progress: Called after every chunk and every failed write, to report progress to the step watchdog.
 
@@ -52,7 +53,7 @@ class Validation:
         self,
         job: Job,
         state: TrainingState,
-        load: Callable[[], Arrays],
+        load: Callable[[RowSource], Decoded],
         device: torch.device,
         report_progress: Callable[[], None],
     ) -> None:
@@ -76,12 +77,12 @@ class Validation:
         job = self._job
         step = self._state.step
         began = time.perf_counter()
-        assert job.evaluation is not None
+        assert job.eval_source is not None
         if gather(world.rank == 0 and self._is_done(step), world)[0]:
             return
         if self._arrays is None:
-            self._arrays = self._load()
-        section, manifest = job.config.evaluate, job.evaluation.manifest
+            self._arrays = self._load(job.eval_source).arrays
+        section, manifest = job.config.evaluate, job.eval_source.manifest
         local_chunks = []
         with self._state.eval_model() as model:
             self._state.backend.broadcast_parameters(self._state.average is not None)
