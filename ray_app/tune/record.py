@@ -15,7 +15,7 @@ from typing import Any
 
 from ray_app.config.config import Config, describe_changes, digest_json, flatten, result_fields
 from ray_app.errors import RunExistsError
-from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
+from ray_app.runlog.paths import Entry, RunPaths, add_version, from_known_fields, translate_format_errors
 from ray_app.storage.files import Location, put_atomic, read_json, to_json, to_location
 from ray_app.tune.options import TuneSection
 from ray_app.tune.samplers import Observed, Settings
@@ -33,25 +33,14 @@ class StudyPaths:
         """Returns the paths of a study."""
         return cls(to_location(config.run.storage_path) / section.name)
 
-    @property
-    def trials(self) -> Location:
-        """Folder of the runs of the trials, the `run.storage_path` of their configurations."""
-        return self.root / "trials"
-
-    @property
-    def record(self) -> Location:
-        """File of the decisions."""
-        return self.root / "study.json"
-
-    @property
-    def winner(self) -> Location:
-        """File of the winner's settings, for a command's `--config` after the configuration of the study."""
-        return self.root / "winner.yaml"
-
-    @property
-    def report(self) -> Location:
-        """Page about the study."""
-        return self.root / "report.html"
+    trials = Entry("trials")
+    """Folder of the runs of the trials, the `run.storage_path` of their configurations."""
+    record = Entry("study.json")
+    """File of the decisions."""
+    winner = Entry("winner.yaml")
+    """File of the winner's settings, for a command's `--config` after the configuration of the study."""
+    report = Entry("report.html")
+    """Page about the study."""
 
     def runs(self, trial: int, folds: int | None) -> list[RunPaths]:
         """Returns the run directory of a trial, or those of its folds."""
