@@ -90,7 +90,7 @@ from ray_app.ingest.summary import (
     make_notes,
 )
 from ray_app.storage.data_files import is_folder, is_within, relative_path
-from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
+from ray_app.storage.files import Location, list_folders, put_atomic, put_json, remove_tree, to_location
 from ray_app.task.texts import TOKENIZER_FILE
 
 _TASKS_PER_CPU = 4
@@ -215,7 +215,8 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
                 return _summary(str(out), described, reused=True)
             raise _continuable(error) from error
         except (ConfigError, DataError):
-            output.discard(folder)
+            # The options or the source are refused, so nothing that was written can be used.
+            remove_tree(folder)
             raise
         output.finish_output(folder, out, [side for part in sides.values() for side in part])
     written = output.load_existing(out, made_from)

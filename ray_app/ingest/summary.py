@@ -482,34 +482,24 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal
     is_truth = numbers < total["truth"]
     kind, fitting = ("true or false", total["truth"]) if is_truth else ("numbers", numbers)
     if fitting < values:
-        return _note_on_others(name, kind, values - fitting, values, first["truth" if is_truth else "numbers"])
+        row_id, value = first["truth" if is_truth else "numbers"]
+        return (
+            f"column {name!r} is text: {values - fitting} of its {values} values are not {kind}, the first is {value!r}"
+            f" in {row_id}. If the column contains {kind}, correct them, or leave missing values empty."
+        )
     if total["written"] and not is_truth:
-        return _note_on_written(name, total["written"], values, first["written"], decimal)
+        row_id, value = first["written"]
+        remedy = "Write them with digits and a decimal point only, as in 1234.5."
+        if decimal == "." and re.match(number_pattern(","), value):
+            remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
+        elif decimal == ",":
+            remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
+        return (
+            f"column {name!r} is text: {total['written']} of its {values} values are numbers in another notation, the"
+            f" first is {value!r} in {row_id}. {remedy}"
+        )
     row_id, value = first["any"]
     return (
         f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id},"
         f" because they are text in the source{'' if is_truth else ', or too long for 64 bits'}."
-    )
-
-
-def _note_on_others(name: str, kind: str, others: int, values: int, first: list[str]) -> str:
-    """Returns the sentence about a column of which the fewer values are no numbers, or not true or false."""
-    row_id, value = first
-    return (
-        f"column {name!r} is text: {others} of its {values} values are not {kind}, the first is {value!r} in {row_id}."
-        f" If the column contains {kind}, correct them, or leave missing values empty."
-    )
-
-
-def _note_on_written(name: str, written: int, values: int, first: list[str], decimal: str | None) -> str:
-    """Returns the sentence about a column of numbers, some of which are written in another way."""
-    row_id, value = first
-    remedy = "Write them with digits and a decimal point only, as in 1234.5."
-    if decimal == "." and re.match(number_pattern(","), value):
-        remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
-    elif decimal == ",":
-        remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
-    return (
-        f"column {name!r} is text: {written} of its {values} values are numbers in another notation, the first is"
-        f" {value!r} in {row_id}. {remedy}"
     )

@@ -377,14 +377,10 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
                     )
                 row[extension] = read()
             yield key, row
-        _read_end(archive)
-
-
-def _read_end(archive: tarfile.TarFile) -> None:
-    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum."""
-    while rest := cast(Any, archive.fileobj).read(1 << 20):
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError("there is data after the end of the archive")
+        # Zeros end the archive; only at the end of the file gzip compares its checksum.
+        while rest := cast(Any, archive.fileobj).read(1 << 20):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError("there is data after the end of the archive")
 
 
 class _Header(tarfile.TarInfo):
