@@ -283,8 +283,6 @@ def _stack_targets(table: pa.Table, names: list[str], refuse: sources.Refuse) ->
     Rows without a value in one of them, or with one that float32 cannot hold, are refused. Raises DataError for a
     column of another type.
     """
-    if absent := [name for name in names if name not in table.column_names[1:]]:
-        raise DataError(f"targets names {absent[0]!r}; the columns are {table.column_names[1:]}. Name these.")
     for name in names:
         kind = table.schema.field(name).type
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):

@@ -209,36 +209,6 @@ _USES_OF_TYPES = {
 """What they take a column of this type for; all others are features."""
 
 
-def describe_columns(
-    columns: Mapping[str, Mapping[str, Any]],
-    statistics: Mapping[str, Statistics],
-    class_counts: Mapping[str, int] | None = None,
-    index_columns: Collection[str] = (),
-    num_rows: int = 0,
-) -> list[tuple[str, ...]]:
-    """Returns a row of `HEADER` for each column: its type, what tasks take it for, missing values, and its values.
-
-    Args:
-        columns: Type, shape, dtype and number of missing values (`nulls`) by column.
-        statistics: Of the same columns; those that are absent were not measured.
-        class_counts: Rows by class of the label, or of the labels of boxes.
-        index_columns: Columns that number the rows, which no task uses unless it names them.
-        num_rows: Number of rows of the data set.
-    """
-    rows: list[tuple[str, ...]] = []
-    for name, facts in columns.items():
-        measured = statistics.get(name, {})
-        missing = [f"{facts['nulls']:,}"] if facts["nulls"] or not measured.get("not_finite") else []
-        if measured.get("not_finite"):
-            missing.append(f"{measured['not_finite']:,} NaN or infinite")
-        is_class = name == ("labels" if "boxes" in columns else "label")
-        values = _describe_counts(class_counts) if is_class and class_counts else _describe_values(measured)
-        has_values = not num_rows or facts["nulls"] < num_rows
-        use = _describe_use(name, facts, index_columns) if has_values else f"not usable: {NO_VALUE}"
-        rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
-    return rows
-
-
 def _describe_type(facts: Mapping[str, Any]) -> str:
     """Returns the type of a column, of an ingest or of `ColumnFacts`."""
     kind = facts["type"]
@@ -338,8 +308,19 @@ class PartSummary:
     is_sample: bool = False
 
     def table(self) -> list[tuple[str, ...]]:
-        """Returns a row for each column: name, type, what tasks take it for, missing values, values."""
-        return describe_columns(self.columns, self.statistics, self.class_counts, self.index_columns, self.rows)
+        """Returns a row of `HEADER` for each column: name, type, what tasks take it for, missing values, values."""
+        rows: list[tuple[str, ...]] = []
+        for name, facts in self.columns.items():
+            measured = self.statistics.get(name, {})
+            missing = [f"{facts['nulls']:,}"] if facts["nulls"] or not measured.get("not_finite") else []
+            if measured.get("not_finite"):
+                missing.append(f"{measured['not_finite']:,} NaN or infinite")
+            counts = self.class_counts if name == ("labels" if "boxes" in self.columns else "label") else None
+            values = _describe_counts(counts) if counts else _describe_values(measured)
+            has_values = not self.rows or facts["nulls"] < self.rows
+            use = _describe_use(name, facts, self.index_columns) if has_values else f"not usable: {NO_VALUE}"
+            rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
+        return rows
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""

@@ -201,11 +201,15 @@ def _read_tables(
         bad_rows: list[Any] = []
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
-            table = sources.make_table(
-                pc.binary_join_element_wise(name, pa.array(numbers).cast(pa.string()), ":"),
-                _convert_block(file, block, label, kinds, classes, csv_format),
-            )
-            yield _without_too_large(table, block, label, refuse)
+            try:
+                columns = {n: convert_values(block[n], kind, csv_format.decimal) for n, kind in kinds.items()}
+            except (pa.ArrowInvalid, KeyError) as error:
+                raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
+            columns = {"label" if n == label else n: values for n, values in columns.items()}
+            if classes is not None:
+                columns["label"] = to_class_indices(columns["label"], classes)
+            ids = pc.binary_join_element_wise(name, pa.array(numbers).cast(pa.string()), ":")
+            yield _without_too_large(sources.make_table(ids, columns), block, label, refuse)
         for invalid in bad_rows:
             if isinstance(invalid, _TotalRow):
                 refuse(f"{file.name}:{invalid.number}", _TOTAL_REASON)
@@ -230,25 +234,6 @@ def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None
                 f"{source!r} holds {value}, which is too large for float64 (at most about 1.8e308)",
             )
     return table if is_good.all() else table.filter(pa.array(is_good))
-
-
-def _convert_block(
-    file: File,
-    block: pa.RecordBatch,
-    label: str | None,
-    kinds: dict[str, pa.DataType],
-    classes: tuple[str, ...] | None,
-    layout: CsvFormat,
-) -> dict[str, pa.Array]:
-    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
-    try:
-        columns = {name: convert_values(block[name], kind, layout.decimal) for name, kind in kinds.items()}
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
-    columns = {"label" if name == label else name: values for name, values in columns.items()}
-    if classes is not None:
-        columns["label"] = to_class_indices(columns["label"], classes)
-    return columns
 
 
 def _numbered_blocks(
