@@ -306,7 +306,7 @@ def damage(context: ScenarioContext) -> Scenario | str:
 
 def torn_write(context: ScenarioContext) -> Scenario | str:
     """The run is stopped, half of the largest file of its newest checkpoint is gone, and it is started again."""
-    return _make_damage_scenario(context, cut_in_half)
+    return _make_damage_scenario(context, lambda data: data[: len(data) // 2])
 
 
 def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray], bytearray]) -> Scenario:
@@ -337,11 +337,6 @@ def flip_middle_bit(data: bytearray) -> bytearray:
     """Returns the data with one bit flipped in the middle."""
     data[len(data) // 2] ^= 1
     return data
-
-
-def cut_in_half(data: bytearray) -> bytearray:
-    """Returns the first half of the data."""
-    return data[: len(data) // 2]
 
 
 def driver(context: ScenarioContext) -> Scenario | str:

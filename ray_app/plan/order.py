@@ -220,20 +220,6 @@ def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
     return np.concatenate([alike[permutation(base, full)].reshape(-1), np.arange(full * micro_batch, len(lengths))])
 
 
-def assign_files(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
-    """Returns the logical worker of every file, shape (files,).
-
-    Each file, from the largest to the smallest, goes to the logical worker with the fewest rows so far (Graham 1969:
-    the longest stream is at most 4/3 of the best possible); a keyed hash orders files of equal size. Logical worker 0
-    then has the most rows and the last one the fewest.
-    """
-    rows = count_rows_by_file(manifest)
-    hashed = hash_array(key(_FILES, seed), manifest.path_hash)
-    bins = fill_bins(rows, np.lexsort((hashed, -rows)), logical_workers)
-    totals = np.bincount(bins, weights=rows, minlength=logical_workers)
-    return np.argsort(np.argsort(-totals, kind="stable"))[bins]
-
-
 def fill_bins(sizes: Int64, order: Int64, bins: int) -> Int64:
     """Returns the bin of each item, (items,): each goes, in a given order, to the one with the least so far."""
     bin_of = np.zeros(len(sizes), np.int64)
@@ -307,8 +293,17 @@ class Plan:
 
     @cached_property
     def owner(self) -> Int64:
-        """The logical worker of every file for `shard: file`, shape (files,)."""
-        return assign_files(self.manifest, self.seed, self.logical_workers)
+        """The logical worker of every file for `shard: file`, shape (files,).
+
+        Each file, from the largest to the smallest, goes to the logical worker with the fewest rows so far (Graham
+        1969: the longest stream is at most 4/3 of the best possible); a keyed hash orders files of equal size. Logical
+        worker 0 then has the most rows and the last one the fewest.
+        """
+        rows = count_rows_by_file(self.manifest)
+        hashed = hash_array(key(_FILES, self.seed), self.manifest.path_hash)
+        bins = fill_bins(rows, np.lexsort((hashed, -rows)), self.logical_workers)
+        totals = np.bincount(bins, weights=rows, minlength=self.logical_workers)
+        return np.argsort(np.argsort(-totals, kind="stable"))[bins]
 
     @property
     def all_rows(self) -> int:
