@@ -173,7 +173,7 @@ READERS: dict[str, type[sources.SourceReader]] = {
 }
 _UNCOMPARED = ("input", "out", "append", "new_classes")
 """Options that do not decide the rows of a data set."""
-_PARQUET = FormatTraits(has_output=False)
+_FORMATS = {name: reader.traits for name, reader in READERS.items()} | {"parquet": FormatTraits(has_output=False)}
 
 
 def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> DatasetSummary:
@@ -191,7 +191,7 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    traits = _check_options(options)
+    traits = checks.check_options(options, _FORMATS)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
@@ -263,13 +263,6 @@ def _continuable(error: Exception) -> StorageError:
     return StorageError(f"{str(error).rstrip('.')}. Fix this, then start the same command again to continue.")
 
 
-def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatTraits:
-    """Checks the options and returns the traits of their format."""
-    formats = {name: reader_class.traits for name, reader_class in READERS.items()} | {"parquet": _PARQUET}
-    checks.check_options(options, formats, needs_output)
-    return formats[options.source]
-
-
 def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
     """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
 
@@ -283,7 +276,7 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
         ConfigError: The options are refused.
         DataError: The input is missing, empty, or one of these rows cannot be used.
     """
-    traits = _check_options(options, needs_output=False)
+    traits = checks.check_options(options, _FORMATS, needs_output=False)
     if not traits.has_output:
         return ingest(options)
     reader = READERS[options.source](options.input or "", options)
@@ -333,14 +326,14 @@ def _preview_part(
             "classes": part.classes,
             "class_counts": count_classes(part.classes, labels[side]),
             "columns": columns[side],
-            "statistics": statistics[side].description(),
+            "statistics": statistics[side].columns,
             "index_columns": _index_columns(part, options, columns[side]),
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [
                 *part.notes,
-                *make_notes([texts.description()], _decimal_mark(options)),
+                *make_notes([texts.counts], _decimal_mark(options)),
                 *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
             ],
             "is_sample": True,

@@ -118,7 +118,7 @@ class Shards(RowWriter):
         labels = None
         if len(self._labels) <= MAX_COUNTED_LABELS:
             labels = {str(label): rows for label, rows in self._labels.items()}
-        statistics = self._statistics.description()
+        statistics = self._statistics.columns
         return {"shards": self._files, "columns": self._columns, "labels": labels, "statistics": statistics}
 
     @property
@@ -413,7 +413,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
                         if is_text(table.schema.field(name).type):
                             missing[name] += pc.sum(find_empty_texts(table[name])).as_py() or 0
                     statistics.add(table)
-    return missing, statistics.description()
+    return missing, statistics.columns
 
 
 def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:

@@ -200,7 +200,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         ConfigError: The columns cannot be renamed as the options say.
     """
     if (done := load_finished_record(task)) is not None:
-        sources.ROWS_READ.add_stored(done["rows"])
+        sources.ROWS_READ.add(0, stored=done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
     text_columns = TextColumns(options.decimal)
@@ -235,7 +235,7 @@ def write_input_split(task: InputSplitTask) -> Record:
     sides = {side: sink.description() | {"refused": []} for side, sink in sinks.items()}
     for row in refusals.rows:
         sides[divider.side_of_refused(row[0])]["refused"].append(row)
-    record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
+    record = {"rows": rows, "text_columns": text_columns.counts, "sides": sides}
     record["overlaps"] = divider.overlaps.counts
     put_json(task.record, record)
     return record

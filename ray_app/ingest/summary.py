@@ -47,21 +47,17 @@ class ColumnStatistics:
     """Measures the columns of a stream of tables of one schema."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, Statistics] = {}
+        self.columns: dict[str, Statistics] = {}
         self.rows = 0
 
     def add(self, table: pa.Table) -> None:
         """Adds rows."""
         self.rows += table.num_rows
         for column in table.schema:
-            before = self._columns.get(column.name)
+            before = self.columns.get(column.name)
             is_counted = column.name != _ROW_ID and (before is None or before.get("values", {}) is not None)
             measured = _measure(column, table[column.name], is_counted)
-            self._columns[column.name] = measured if before is None else _merge(before, measured)
-
-    def description(self) -> dict[str, Statistics]:
-        """Returns the statistics by column."""
-        return self._columns
+            self.columns[column.name] = measured if before is None else _merge(before, measured)
 
 
 def merge_statistics(parts: Sequence[Mapping[str, Statistics]]) -> dict[str, Statistics]:
@@ -388,17 +384,13 @@ class TextColumns:
 
     def __init__(self, decimal: str) -> None:
         self._number = f"{number_pattern(decimal)}|{_HEXADECIMAL}"
-        self._counts: dict[str, Counts] = {}
+        self.counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
         """Adds rows, which have their ids in the first column."""
         for column in table.schema:
             if column.name != "row_id" and is_text(column.type):
                 self._add(column.name, table["row_id"], pc.utf8_trim_whitespace(table[column.name].cast(pa.string())))
-
-    def description(self) -> dict[str, Counts]:
-        """Returns the counts by column, plain JSON."""
-        return self._counts
 
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(NULLS))))
@@ -415,7 +407,7 @@ class TextColumns:
             "written": pc.and_not(written, numbers),
             "truth": truth,
         }
-        counts = self._counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
+        counts = self.counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
         counts["values"] += len(values)
         for kind, matches in matches_of.items():
             counts[kind] += pc.sum(matches).as_py() or 0

@@ -158,7 +158,8 @@ def name_unused_outputs(context: PreflightContext) -> list[str]:
     task, model = context.task, context.model
     computed: list[tuple[str, Tensor]] = []
     hook = model.register_forward_hook(lambda _, __, outputs: computed.extend(_list_tensors("output", outputs)))
-    nodes, means, row_probe = set[Any](), list[float](), context.row_probe
+    row_probe = context.row_probe
+    nodes, means = set[Any](), list[float]()
     try:
         batch = row_probe.make_batch(context.accepted_rows)
         for losses in map(Losses.of, (losses for _, losses in row_probe.losses(batch))):

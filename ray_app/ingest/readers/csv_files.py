@@ -7,7 +7,7 @@ values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -245,7 +245,7 @@ def _numbered_blocks(
     rows with a wrong number of values are counted.
     """
     row = 1 + csv_format.has_header(file)
-    for block, is_last in _mark_last(_read_ahead(_string_blocks(file, csv_format, bad_rows))):
+    for block, is_last in _read_ahead(_string_blocks(file, csv_format, bad_rows)):
         bad_numbers = [invalid.number for invalid in bad_rows or ()]
         numbers = np.arange(row, row + block.num_rows + len(bad_numbers))
         if bad_numbers:
@@ -274,24 +274,14 @@ class _TotalRow:
     text: str
 
 
-def _read_ahead(blocks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields each block while a thread parses the next one."""
+def _read_ahead(blocks: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    """Yields each block, and whether it is the last one, while a thread parses the one after the next."""
     with ThreadPoolExecutor(1, "ingest-parse") as pool:
-        following = pool.submit(next, blocks, None)
-        while (block := following.result()) is not None:
-            following = pool.submit(next, blocks, None)
-            yield block
-
-
-def _mark_last(blocks: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
-    """Yields each block, and whether it is the last one."""
-    before: pa.RecordBatch | None = None
-    for block in blocks:
-        if before is not None:
-            yield before, False
-        before = block
-    if before is not None:
-        yield before, True
+        block, following = pool.submit(next, blocks, None).result(), pool.submit(next, blocks, None)
+        while block is not None:
+            after, following = following.result(), pool.submit(next, blocks, None)
+            yield block, after is None
+            block = after
 
 
 def _ends_in_total(block: pa.RecordBatch) -> bool:

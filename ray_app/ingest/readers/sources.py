@@ -53,15 +53,11 @@ class RowCounter:
         self._lock = threading.Lock()
         self.read = self.stored = 0
 
-    def add(self, rows: int) -> None:
-        """Adds rows that were read."""
+    def add(self, rows: int, stored: int = 0) -> None:
+        """Adds rows that were read, and those that an interrupted ingest has read."""
         with self._lock:
             self.read += rows
-
-    def add_stored(self, rows: int) -> None:
-        """Adds rows that an interrupted ingest has read."""
-        with self._lock:
-            self.stored += rows
+            self.stored += stored
 
 
 ROWS_READ = RowCounter()
