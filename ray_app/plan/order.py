@@ -529,7 +529,10 @@ class EpochOrder:
 
     def stored_positions(self, logical_worker: int, window: int) -> Int64:
         """Returns the manifest positions of a window's rows in the order of reading, each once, shape (rows read,)."""
-        return manifest_positions(self.plan.manifest, self.window_segments(logical_worker, window))
+        segments, first_row = self.window_segments(logical_worker, window), self.plan.manifest.first_row
+        starts = [int(first_row[s.row_group]) + s.first for s in segments]
+        ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
         """Returns the manifest positions of the rows of one logical worker in one step.
@@ -539,10 +542,3 @@ class EpochOrder:
         window, offset = divmod(step, self.plan.steps_per_window)
         order = self.stored_positions(logical_worker, window)[self.window_order(logical_worker, window)]
         return order[offset * self.plan.micro_batch : (offset + 1) * self.plan.micro_batch]
-
-
-def manifest_positions(manifest: Manifest, segments: list[Segment]) -> Int64:
-    """Returns the manifest positions of the rows of segments, in their order, shape (rows,)."""
-    starts = [int(manifest.first_row[s.row_group]) + s.first for s in segments]
-    ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]
-    return np.concatenate(ranges) if ranges else np.empty(0, np.int64)

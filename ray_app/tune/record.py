@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -221,11 +221,8 @@ def refuse_other_study(name: str, old: Mapping[str, Any], new: Mapping[str, Any]
 
 def settings_text(settings: Settings) -> str:
     """Returns settings as a short text, such as `lr 0.003, model mlp`."""
-    return ", ".join(_setting_texts(settings))
-
-
-def _setting_texts(settings: Settings) -> Iterator[str]:
     last_parts = [name.rpartition(".")[2] for name in settings]
-    for (name, value), short in zip(settings.items(), last_parts, strict=True):
-        # Two settings may have the same last part, such as those of optimizers that take turns.
-        yield f"{short if last_parts.count(short) == 1 else name} {'null' if value is None else value}"
+    # Two settings may have the same last part, such as those of optimizers that take turns.
+    names = [last if last_parts.count(last) == 1 else name for name, last in zip(settings, last_parts, strict=True)]
+    values = ("null" if value is None else str(value) for value in settings.values())
+    return ", ".join(map(" ".join, zip(names, values, strict=True)))
