@@ -104,10 +104,10 @@ def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targe
     sources = {
         name: name if loader.is_by_name(stored) and name in stored else encoded.get(name, name) for name in names
     }
-    columns = list(sources.values())
-    if missing := [name for name in columns if not loader.is_by_name(stored) or name not in stored]:
+    needed = list(sources.values())
+    if missing := [name for name in needed if not loader.is_by_name(stored) or name not in stored]:
         raise DataError(
-            f"No column {', '.join(map(repr, missing))} is given; the task reads {columns}. Pass all by name: a table"
+            f"No column {', '.join(map(repr, missing))} is given; the task reads {needed}. Pass all by name: a table"
             " of pandas, Polars or Arrow, a dictionary, or a list of dictionaries."
         )
     if task.encoding is not None and not targets:
