@@ -173,7 +173,7 @@ READERS: dict[str, type[sources.SourceReader]] = {
 }
 _UNCOMPARED = ("input", "out", "append", "new_classes")
 """Options that do not decide the rows of a data set."""
-_FORMATS = {name: reader.traits for name, reader in READERS.items()} | {"parquet": FormatTraits(has_output=False)}
+FORMATS = {name: reader.traits for name, reader in READERS.items()} | {"parquet": FormatTraits(has_output=False)}
 
 
 def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> DatasetSummary:
@@ -191,7 +191,7 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    traits = checks.check_options(options, _FORMATS)
+    traits = checks.check_options(options, FORMATS)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
@@ -276,7 +276,7 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
         ConfigError: The options are refused.
         DataError: The input is missing, empty, or one of these rows cannot be used.
     """
-    traits = checks.check_options(options, _FORMATS, needs_output=False)
+    traits = checks.check_options(options, FORMATS, needs_output=False)
     if not traits.has_output:
         return ingest(options)
     reader = READERS[options.source](options.input or "", options)
