@@ -85,7 +85,11 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     paths = RunPaths(to_location(options.run))
     newest_start(paths)
     config = _make_config(paths, options, task)
-    job = _make_job(paths, config, options)
+    trained = load_trained_task(paths, config, make_stored_task(paths, config))
+    data = open_evaluation_rows(trained, config)
+    if options.name is None:
+        check_evaluation_data(paths, config, data.manifest.digest)
+    job = EvaluationJob.of(config, trained, str(paths.root), newest_fence(paths), data, options.name, True)
     with cluster(config):
         check_evaluator_fits(config, ray.nodes())
         evaluator = start_evaluator(job)
@@ -125,15 +129,6 @@ def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | No
     return config.replace(
         run__ray_address=options.ray_address or config.run.ray_address, scaling__max_workers=1, scaling__min_workers=1
     )
-
-
-def _make_job(paths: RunPaths, config: Config, options: EvaluateOptions) -> EvaluationJob:
-    """Returns the job of the evaluator."""
-    task = load_trained_task(paths, config, make_stored_task(paths, config))
-    data = open_evaluation_rows(task, config)
-    if options.name is None:
-        check_evaluation_data(paths, config, data.manifest.digest)
-    return EvaluationJob.of(config, task, str(paths.root), newest_fence(paths), data, options.name, True)
 
 
 def _follow(job: EvaluationJob, evaluator: EvaluatorHandle, follow: bool, console: Console) -> None:

@@ -7,7 +7,6 @@ import keyword
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -20,21 +19,6 @@ _NAME = "PACKAGE"
 """Placeholder for the package's name in the files of the template, where its folder is called `package`."""
 _TAKEN = {"tests", "data", "runs", "predictions", "make_data"}
 """Names of files and folders of the project other than its package."""
-
-
-def project_files(package: str, is_keras: bool) -> Iterator[tuple[Path, str]]:
-    """Yields the files of a new project with a package of this name: their relative paths and contents.
-
-    Args:
-        package: The name of the package.
-        is_keras: Whether the package has a compiled Keras model and not a task.
-    """
-    names = {"package": package, "gitignore": ".gitignore"}
-    for template in (_TEMPLATES / "common", _TEMPLATES / ("keras" if is_keras else "task")):
-        for file in sorted(template.rglob("*")):
-            if file.is_file() and file.suffix != ".pyc":
-                parts = [names.get(part, part) for part in file.relative_to(template).parts]
-                yield Path(*parts), file.read_text().replace(_NAME, package)
 
 
 def package_name(folder: Path, requested: str | None) -> str:
@@ -60,9 +44,13 @@ def write_project(folder: Path, package: str, is_keras: bool) -> None:
                 f"{folder} is not empty (it has {join_names(entries, 5)}), and no file is overwritten. Name a new or an"
                 " empty folder."
             )
-        for path, text in project_files(package, is_keras):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
+        names = {"package": package, "gitignore": ".gitignore"}
+        for template in (_TEMPLATES / "common", _TEMPLATES / ("keras" if is_keras else "task")):
+            for file in sorted(template.rglob("*")):
+                if file.is_file() and file.suffix != ".pyc":
+                    path = folder.joinpath(*(names.get(part, part) for part in file.relative_to(template).parts))
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_text(file.read_text().replace(_NAME, package))
     except OSError as error:
         raise ConfigError(
             f"A project cannot be written to {folder}: {error}. Name a new folder in a writable one."

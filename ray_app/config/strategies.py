@@ -48,8 +48,6 @@ class StrategyTraits:
         can_share_gpus: Workers can share a GPU, so that gloo carries what they send.
         keeps_parameter_groups: The optimizer gets the model's parameters, so that it may group them by itself.
         fills_missing_gradients: A missing gradient is replaced by zeros even with one logical worker.
-        has_partitioned_state: Each rank has a part of the state, so that a copy of the whole is collected for a
-            checkpoint.
         has_servers: Parameters and optimizer state are on `train.servers` actors, and workers have no connections to
             each other.
         shards_parameters: Each rank has a shard of every parameter; units of the model gather them while they compute.
@@ -70,7 +68,6 @@ class StrategyTraits:
     can_share_gpus: bool = False
     keeps_parameter_groups: bool = False
     fills_missing_gradients: bool = False
-    has_partitioned_state: bool = False
     has_servers: bool = False
     shards_parameters: bool = False
     needs_min_workers: bool = False
@@ -133,7 +130,6 @@ STRATEGIES: dict[str, StrategyTraits] = {
         ),
         keeps_parameter_groups=True,
         fills_missing_gradients=True,
-        has_partitioned_state=True,
         shards_parameters=True,
         needs_min_workers=True,
     ),
@@ -143,7 +139,6 @@ STRATEGIES: dict[str, StrategyTraits] = {
         can_use_task_optimizer=True,
         can_share_gpus=True,
         keeps_parameter_groups=True,
-        has_partitioned_state=True,
         detects_stragglers=True,
     ),
 }

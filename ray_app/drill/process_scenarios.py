@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import StringIO
 from math import ceil
@@ -307,7 +306,7 @@ def damage(context: ScenarioContext) -> Scenario | str:
 
 def torn_write(context: ScenarioContext) -> Scenario | str:
     """The run is stopped, half of the largest file of its newest checkpoint is gone, and it is started again."""
-    return _make_damage_scenario(context, cut_in_half)
+    return _make_damage_scenario(context, lambda data: data[: len(data) // 2])
 
 
 def _make_damage_scenario(context: ScenarioContext, damage: Callable[[bytearray], bytearray]) -> Scenario:
@@ -340,11 +339,6 @@ def flip_middle_bit(data: bytearray) -> bytearray:
     return data
 
 
-def cut_in_half(data: bytearray) -> bytearray:
-    """Returns the first half of the data."""
-    return data[: len(data) // 2]
-
-
 def driver(context: ScenarioContext) -> Scenario | str:
     """The driver is killed, and the same run is started again."""
     step = context.choose_step()
@@ -371,26 +365,14 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
 
     def first_start(config: Config) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "output"
-            with log.open("wb") as output:
-                command = make_driver_command(Path(folder) / "run", config, faults)
-                process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-            try:
-                deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
-                is_reached = False
-                while process.poll() is None and not is_reached and time.monotonic() < deadline_s:
-                    time.sleep(0.1)
-                    is_reached = all(map(context.evidence.has, awaited_evidence))
-                if process.poll() is None and is_reached:
-                    process.kill()
-                    process.wait()
-                    context.evidence.put("driver_killed", step=step, pid=process.pid, exit_code=process.returncode)
-                else:
-                    context.evidence.put("trouble", error=log.read_text()[-2000:])
-            finally:
-                with suppress(ProcessLookupError):
-                    process.kill()
-                process.wait()
+            command = make_driver_command(Path(folder) / "run", config, faults)
+            _kill_driver(
+                context.evidence,
+                command,
+                lambda: all(map(context.evidence.has, awaited_evidence)),
+                "driver_killed",
+                step=step,
+            )
 
     def confirm(run: ScenarioResult) -> list[str]:
         starts = len(run.events("started"))
@@ -399,6 +381,29 @@ def _make_driver_scenario(context: ScenarioContext, step: int, faults: Faults, a
     return Scenario(
         [step], [*awaited_evidence, "driver_killed"], confirm, waits={"held": "driver_killed"}, first_start=first_start
     )
+
+
+def _kill_driver(
+    evidence: Evidence, command: list[str], is_reached: Callable[[], bool], name: str, **facts: Any
+) -> None:
+    """Starts a driver in another process, and kills it once something is reached, of which `name` is the evidence."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            deadline_s, reached = time.monotonic() + _DRIVER_TIMEOUT_S, False
+            while process.poll() is None and not reached and time.monotonic() < deadline_s:
+                time.sleep(0.1)
+                reached = is_reached()
+            if process.poll() is None and reached:
+                process.kill()
+                process.wait()
+                evidence.put(name, pid=process.pid, exit_code=process.returncode, **facts)
+            else:
+                output.seek(0)
+                evidence.put("trouble", error=output.read().decode(errors="replace")[-2000:])
+        finally:
+            process.kill()
+            process.wait()
 
 
 def study(context: ScenarioContext) -> Scenario | str:
@@ -423,7 +428,9 @@ def study(context: ScenarioContext) -> Scenario | str:
 
     def first_start(_: Config) -> None:
         undisturbed, paths = run("undisturbed"), StudyPaths.of(config, TuneSection(name="killed"))
-        _kill_study_driver(evidence, config, tune, paths)
+        fields = {**config.replace(run__ray_address=ray.get_runtime_context().gcs_address).to_dict(), "tune": tune}
+        command = [sys.executable, "-m", "ray_app", "tune", "--config", json.dumps(fields)]
+        _kill_driver(evidence, command, lambda: bool((r := read_record(paths)) and r.results), "study_killed")
         threading.Thread(target=_kill_slot, args=(evidence, paths), daemon=True).start()
         killed = run("killed")
         evidence.put("decided", is_equal=killed.decisions == undisturbed.decisions, end=killed.end)
@@ -432,24 +439,6 @@ def study(context: ScenarioContext) -> Scenario | str:
         return unmet((run.evidence["decided"]["is_equal"], "the study has decided otherwise than the undisturbed one"))
 
     return Scenario([], ["study_killed", "slot_killed", "decided"], confirm, first_start=first_start)
-
-
-def _kill_study_driver(evidence: Evidence, config: Config, tune: dict[str, Any], paths: StudyPaths) -> None:
-    """Starts a study in another process, and kills that once a trial has a result."""
-    fields = {**config.replace(run__ray_address=ray.get_runtime_context().gcs_address).to_dict(), "tune": tune}
-    command = [sys.executable, "-m", "ray_app", "tune", "--config", json.dumps(fields)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline_s = time.monotonic() + _DRIVER_TIMEOUT_S
-        while process.poll() is None and time.monotonic() < deadline_s:
-            record = read_record(paths)
-            if record is not None and record.results:
-                process.kill()
-                evidence.put("study_killed", pid=process.pid, results=len(record.results))
-            time.sleep(0.1)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _kill_slot(evidence: Evidence, paths: StudyPaths) -> None:

@@ -327,7 +327,12 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     field, allowed = f"optimizers.{name}", [item.name for item in dataclasses.fields(TurnSpec)]
     if unknown := spec.keys() - set(allowed):
         raise _refusal(f"{field} has the unknown keys {', '.join(sorted(unknown))}; allowed are {', '.join(allowed)}.")
-    _check_optimizer_types(field, spec)
+    # The parser does not check these, and a text would count as a list of letters.
+    names, steps = spec.get("parameters", []), spec.get("steps", 1)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _refusal(f"{field}.parameters is {names!r}; it must be a list of names, such as ['critic.*'].")
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise _refusal(f"{field}.steps is {steps!r}; it must be a number of steps, at least 1.")
     parser = Parser(exit_on_error=False, parser_mode="ray_app")
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, instantiate=False)
     parser.add_subclass_arguments(LRScheduler, "schedule", instantiate=False)
@@ -344,15 +349,6 @@ def _parse_optimizer(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     rest = {key: spec[key] for key in ("parameters", "steps") if key in spec}
     schedule = without_defaults(values.get("schedule"))
     return {**without_defaults(values["optimizer"]), _GROUPS: groups, "schedule": schedule, **rest}
-
-
-def _check_optimizer_types(field: str, spec: dict[str, Any]) -> None:
-    """Checks the types of the fields that the parser does not check, where a text would count as a list of letters."""
-    names, steps = spec.get("parameters", []), spec.get("steps", 1)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise _refusal(f"{field}.parameters is {names!r}; it must be a list of names, such as ['critic.*'].")
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise _refusal(f"{field}.steps is {steps!r}; it must be a number of steps, at least 1.")
 
 
 class _Text(str):

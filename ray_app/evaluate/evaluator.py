@@ -156,7 +156,9 @@ class Evaluator:
                 # After a failure only the end of the driver is waited for.
                 waiting = pending_commits(self._job) if self._error is None else []
                 if waiting:
-                    self._evaluate_next(waiting)
+                    self._record_start(waiting[0])
+                    self._put_pin(waiting[0].step - 1)
+                    self._evaluate(waiting[0], len(waiting) - 1)
                     wait_s = 0.0
                 elif self._driver == "over":
                     return self._end_of_driver()
@@ -223,13 +225,6 @@ class Evaluator:
         """Pins the checkpoints that are still needed, which are those after `done_step`."""
         self._done_step = done_step
         self._store.put_pin(self._job.evaluator_id, self._job.make_pin(done_step, time.time() + PIN_LIFE_S))
-
-    def _evaluate_next(self, waiting: list[Commit]) -> None:
-        """Evaluates the first of the waiting checkpoints."""
-        commit = waiting[0]
-        self._record_start(commit)
-        self._put_pin(commit.step - 1)
-        self._evaluate(commit, len(waiting) - 1)
 
     def _evaluate(self, commit: Commit, behind: int) -> None:
         job, started_s = self._job, time.perf_counter()

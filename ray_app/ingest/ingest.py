@@ -90,7 +90,7 @@ from ray_app.ingest.summary import (
     make_notes,
 )
 from ray_app.storage.data_files import is_folder, is_within, relative_path
-from ray_app.storage.files import Location, list_folders, put_atomic, put_json, to_location
+from ray_app.storage.files import Location, list_folders, put_atomic, put_json, remove_tree, to_location
 from ray_app.task.texts import TOKENIZER_FILE
 
 _TASKS_PER_CPU = 4
@@ -173,7 +173,7 @@ READERS: dict[str, type[sources.SourceReader]] = {
 }
 _UNCOMPARED = ("input", "out", "append", "new_classes")
 """Options that do not decide the rows of a data set."""
-_PARQUET = FormatTraits(has_output=False)
+FORMATS = {name: reader.traits for name, reader in READERS.items()} | {"parquet": FormatTraits(has_output=False)}
 
 
 def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> DatasetSummary:
@@ -191,7 +191,7 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
         DataError: The input is missing, empty, damaged or inconsistent; nothing that was written is left then.
         StorageError: A disk, the network or an object store failed; what is finished is kept.
     """
-    traits = _check_options(options)
+    traits = checks.check_options(options, FORMATS)
     if not traits.has_output:
         return _summary(str(options.input), {"": describe_parquet(str(options.input))}, reused=True)
     reader, out = READERS[options.source](options.input or "", options), to_location(options.out)
@@ -215,7 +215,8 @@ def ingest(options: IngestOptions, run: sources.Run = run_in_threads) -> Dataset
                 return _summary(str(out), described, reused=True)
             raise _continuable(error) from error
         except (ConfigError, DataError):
-            output.discard(folder)
+            # The options or the source are refused, so nothing that was written can be used.
+            remove_tree(folder)
             raise
         output.finish_output(folder, out, [side for part in sides.values() for side in part])
     written = output.load_existing(out, made_from)
@@ -262,13 +263,6 @@ def _continuable(error: Exception) -> StorageError:
     return StorageError(f"{str(error).rstrip('.')}. Fix this, then start the same command again to continue.")
 
 
-def _check_options(options: IngestOptions, needs_output: bool = True) -> FormatTraits:
-    """Checks the options and returns the traits of their format."""
-    formats = {name: reader_class.traits for name, reader_class in READERS.items()} | {"parquet": _PARQUET}
-    checks.check_options(options, formats, needs_output)
-    return formats[options.source]
-
-
 def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int = 1000) -> DatasetSummary:
     """Reads what an ingest reads before it writes, and some rows; returns the data sets as these rows show them.
 
@@ -282,7 +276,7 @@ def preview(options: IngestOptions, run: sources.Run = run_in_threads, rows: int
         ConfigError: The options are refused.
         DataError: The input is missing, empty, or one of these rows cannot be used.
     """
-    traits = _check_options(options, needs_output=False)
+    traits = checks.check_options(options, FORMATS, needs_output=False)
     if not traits.has_output:
         return ingest(options)
     reader = READERS[options.source](options.input or "", options)
@@ -332,14 +326,14 @@ def _preview_part(
             "classes": part.classes,
             "class_counts": count_classes(part.classes, labels[side]),
             "columns": columns[side],
-            "statistics": statistics[side].description(),
+            "statistics": statistics[side].columns,
             "index_columns": _index_columns(part, options, columns[side]),
             "shards": [],
             "skipped_files": len(part.skipped_files),
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [
                 *part.notes,
-                *make_notes([texts.description()], _decimal_mark(options)),
+                *make_notes([texts.counts], _decimal_mark(options)),
                 *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
             ],
             "is_sample": True,

@@ -316,8 +316,10 @@ def _has_repeated(names: list[str]) -> bool:
     return not names or len(set(names)) < len(names) or "" in names
 
 
-def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], needs_output: bool = True) -> None:
-    """Raises ConfigError for an option with a value that is not allowed, or that does not fit the others.
+def check_options(
+    options: IngestOptions, formats: Mapping[str, FormatTraits], needs_output: bool = True
+) -> FormatTraits:
+    """Returns the traits of the format; raises ConfigError for an option that is not allowed, or does not fit others.
 
     Args:
         options: The options.
@@ -336,6 +338,7 @@ def check_options(options: IngestOptions, formats: Mapping[str, FormatTraits], n
         raise ConfigError(f"out {options.out!r} lies in the input {options.input!r}; name a folder outside it.")
     _check_options_of_format(options, formats)
     refuse(find_broken_rules(options, RULES), "ingest")
+    return traits
 
 
 def _check_options_of_format(options: IngestOptions, formats: Mapping[str, FormatTraits]) -> None:

@@ -169,11 +169,6 @@ def _remove_unless_used(folder: Path) -> None:
         os.close(descriptor)
 
 
-def discard(folder: Location) -> None:
-    """Removes everything that was written: the options or the source are refused, so none of it can be used."""
-    remove_tree(folder)
-
-
 def remove_work(folder: Location) -> None:
     """Removes what only an unfinished ingest needs."""
     for name in (RECORDS, RUNS, HASHES):

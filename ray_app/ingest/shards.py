@@ -118,7 +118,7 @@ class Shards(RowWriter):
         labels = None
         if len(self._labels) <= MAX_COUNTED_LABELS:
             labels = {str(label): rows for label, rows in self._labels.items()}
-        statistics = self._statistics.description()
+        statistics = self._statistics.columns
         return {"shards": self._files, "columns": self._columns, "labels": labels, "statistics": statistics}
 
     @property
@@ -173,17 +173,13 @@ class Shards(RowWriter):
         labels: pa.ChunkedArray | None = None
         if "label" in table.column_names:
             labels = table["label"]
-        elif "boxes" in table.column_names and _is_integer_lists(table.schema, "labels"):
-            labels = pc.list_flatten(table["labels"])
+        elif {"boxes", "labels"} <= {*table.column_names}:
+            kind = table.schema.field("labels").type
+            if is_ragged_list(kind) and pa.types.is_integer(kind.value_type):
+                labels = pc.list_flatten(table["labels"])
         if labels is not None and len(self._labels) <= MAX_COUNTED_LABELS:
             values, counts = np.unique(labels.to_numpy(), return_counts=True)
             self._labels.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-
-def _is_integer_lists(schema: pa.Schema, name: str) -> bool:
-    """Returns whether a column is there and holds lists of integers of any length."""
-    kind = schema.field(name).type if name in schema.names else pa.null()
-    return is_ragged_list(kind) and bool(pa.types.is_integer(kind.value_type))
 
 
 def _is_bytes(kind: pa.DataType) -> bool:
@@ -417,7 +413,7 @@ def _measure_columns(dataset: Dataset) -> tuple[dict[str, int], dict[str, Statis
                         if is_text(table.schema.field(name).type):
                             missing[name] += pc.sum(find_empty_texts(table[name])).as_py() or 0
                     statistics.add(table)
-    return missing, statistics.description()
+    return missing, statistics.columns
 
 
 def _explain_unusable(column: ColumnFacts, missing: int, rows: int) -> str | None:

@@ -142,7 +142,11 @@ def make_tasks(
     if options.ids:
         # The rows that are added have the numbers of the data set.
         source = options.out if addition is not None else options.ids_of
-        ids = load_ids(replace(options, ids_of=source)) if source else _learn_ids(tasks, options, run)
+        if source:
+            ids = load_ids(replace(options, ids_of=source))
+        else:
+            with closing(run(find_ids, tasks)) as parts_of_ids:
+                ids = merge_ids(options, list(parts_of_ids))
         tasks = [replace(task, ids=ids) for task in tasks]
     if not options.split_by:
         return tasks
@@ -151,11 +155,6 @@ def make_tasks(
     with closing(run(count_times, [task for task in tasks if len(task.sides) > 1])) as results:
         first_eval_time = find_first_eval_time(list(results), options.split_by, options.eval_fraction or 0.0)
     return [replace(task, first_eval_time=first_eval_time) for task in tasks]
-
-
-def _learn_ids(tasks: Sequence[InputSplitTask], options: IngestOptions, run: sources.Run) -> Ids:
-    with closing(run(find_ids, tasks)) as results:
-        return merge_ids(options, list(results))
 
 
 def find_ids(task: InputSplitTask) -> Ids:
@@ -201,7 +200,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         ConfigError: The columns cannot be renamed as the options say.
     """
     if (done := load_finished_record(task)) is not None:
-        sources.ROWS_READ.add_stored(done["rows"])
+        sources.ROWS_READ.add(0, stored=done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
     text_columns = TextColumns(options.decimal)
@@ -236,7 +235,7 @@ def write_input_split(task: InputSplitTask) -> Record:
     sides = {side: sink.description() | {"refused": []} for side, sink in sinks.items()}
     for row in refusals.rows:
         sides[divider.side_of_refused(row[0])]["refused"].append(row)
-    record = {"rows": rows, "text_columns": text_columns.description(), "sides": sides}
+    record = {"rows": rows, "text_columns": text_columns.counts, "sides": sides}
     record["overlaps"] = divider.overlaps.counts
     put_json(task.record, record)
     return record
@@ -247,7 +246,9 @@ def read_input_split(task: InputSplitTask, refuse: sources.Refuse) -> Iterator[p
     texts = Texts(task.options) if task.options.tokenizer else None
     ids = IdNumbers(task.ids, task.options)
     for table in task.input_split.tables(refuse):
-        kept = _drop_columns(ids.number(table, refuse), task.options.drop or [])
+        kept, drop = ids.number(table, refuse), task.options.drop or []
+        sources.check_dropped("", drop, kept.column_names[1:], may_be_all=False)
+        kept = kept.drop_columns(drop) if drop else kept
         stacked = _stack_targets(kept, task.options.targets, refuse) if task.options.targets else kept
         sources.ROWS_READ.add(table.num_rows)
         usable = _rename_and_check(stacked, task.options.rename, refuse)
@@ -276,24 +277,12 @@ def load_finished_record(task: InputSplitTask) -> Record | None:
     return record
 
 
-def _drop_columns(table: pa.Table, names: list[str]) -> pa.Table:
-    """Returns the table without some columns; raises ConfigError for one that it lacks, and for the last ones."""
-    columns = table.column_names[1:]
-    if absent := [name for name in names if name not in columns]:
-        raise ConfigError(f"drop names {absent[0]!r}; the columns are {columns}. Name these.")
-    if set(names) == set(columns):
-        raise ConfigError(f"drop names all columns, {columns}; keep at least one.")
-    return table.drop_columns(names) if names else table
-
-
 def _stack_targets(table: pa.Table, names: list[str], refuse: sources.Refuse) -> pa.Table:
     """Returns the table with columns of numbers as one array column `target`, float32 of shape (rows, columns).
 
     Rows without a value in one of them, or with one that float32 cannot hold, are refused. Raises DataError for a
     column of another type.
     """
-    if absent := [name for name in names if name not in table.column_names[1:]]:
-        raise DataError(f"targets names {absent[0]!r}; the columns are {table.column_names[1:]}. Name these.")
     for name in names:
         kind = table.schema.field(name).type
         if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
@@ -376,9 +365,8 @@ class Divider:
         options = task.options
         self._fraction = Fraction(str(options.eval_fraction or 0))
         self._is_divided = len(task.sides) > 1
-        self._column = _final_name(options.group or options.split_by, options)
-        if options.stratify:
-            self._column = "label"
+        name = options.group or options.split_by
+        self._column = "label" if options.stratify else name and options.rename.get(name, name)
         self._class_rows: Counter[int] = Counter()
         self._blocks: dict[int, tuple[int, int]] = {}
         self.overlaps = Overlaps()
@@ -433,11 +421,6 @@ class Divider:
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8, key=seed).digest(), "big")
 
 
-def _final_name(column: str | None, options: IngestOptions) -> str | None:
-    """Returns the name of a column after `rename`."""
-    return None if column is None else options.rename.get(column, column)
-
-
 def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: sources.Refuse) -> pa.Table:
     """Returns the rows that have a value in the column by which rows are divided, and refuses the others."""
     if column not in table.column_names:
@@ -467,13 +450,12 @@ def _with_values(table: pa.Table, column: str, options: IngestOptions, refuse: s
 
 def count_times(task: InputSplitTask) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     """Returns the different values of the column `split_by` in an input split, and the number of rows of each."""
-    refusals = Refusals(task.options)
+    refusals, column = Refusals(task.options), str(task.options.split_by)
     different, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    name = _final_name(task.options.split_by, task.options)
-    assert name is not None
+    name = task.options.rename.get(column, column)
     for table in read_input_split(task, refusals):
         kept = _with_values(table, name, task.options, refusals)
-        times = to_times(kept[name], f"split_by {task.options.split_by!r}")
+        times = to_times(kept[name], f"split_by {column!r}")
         different, counts = merge_counts([(different, counts), np.unique(times, return_counts=True)])
     return different, counts
 

@@ -47,21 +47,17 @@ class ColumnStatistics:
     """Measures the columns of a stream of tables of one schema."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, Statistics] = {}
+        self.columns: dict[str, Statistics] = {}
         self.rows = 0
 
     def add(self, table: pa.Table) -> None:
         """Adds rows."""
         self.rows += table.num_rows
         for column in table.schema:
-            before = self._columns.get(column.name)
+            before = self.columns.get(column.name)
             is_counted = column.name != _ROW_ID and (before is None or before.get("values", {}) is not None)
             measured = _measure(column, table[column.name], is_counted)
-            self._columns[column.name] = measured if before is None else _merge(before, measured)
-
-    def description(self) -> dict[str, Statistics]:
-        """Returns the statistics by column."""
-        return self._columns
+            self.columns[column.name] = measured if before is None else _merge(before, measured)
 
 
 def merge_statistics(parts: Sequence[Mapping[str, Statistics]]) -> dict[str, Statistics]:
@@ -209,36 +205,6 @@ _USES_OF_TYPES = {
 """What they take a column of this type for; all others are features."""
 
 
-def describe_columns(
-    columns: Mapping[str, Mapping[str, Any]],
-    statistics: Mapping[str, Statistics],
-    class_counts: Mapping[str, int] | None = None,
-    index_columns: Collection[str] = (),
-    num_rows: int = 0,
-) -> list[tuple[str, ...]]:
-    """Returns a row of `HEADER` for each column: its type, what tasks take it for, missing values, and its values.
-
-    Args:
-        columns: Type, shape, dtype and number of missing values (`nulls`) by column.
-        statistics: Of the same columns; those that are absent were not measured.
-        class_counts: Rows by class of the label, or of the labels of boxes.
-        index_columns: Columns that number the rows, which no task uses unless it names them.
-        num_rows: Number of rows of the data set.
-    """
-    rows: list[tuple[str, ...]] = []
-    for name, facts in columns.items():
-        measured = statistics.get(name, {})
-        missing = [f"{facts['nulls']:,}"] if facts["nulls"] or not measured.get("not_finite") else []
-        if measured.get("not_finite"):
-            missing.append(f"{measured['not_finite']:,} NaN or infinite")
-        is_class = name == ("labels" if "boxes" in columns else "label")
-        values = _describe_counts(class_counts) if is_class and class_counts else _describe_values(measured)
-        has_values = not num_rows or facts["nulls"] < num_rows
-        use = _describe_use(name, facts, index_columns) if has_values else f"not usable: {NO_VALUE}"
-        rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
-    return rows
-
-
 def _describe_type(facts: Mapping[str, Any]) -> str:
     """Returns the type of a column, of an ingest or of `ColumnFacts`."""
     kind = facts["type"]
@@ -338,8 +304,19 @@ class PartSummary:
     is_sample: bool = False
 
     def table(self) -> list[tuple[str, ...]]:
-        """Returns a row for each column: name, type, what tasks take it for, missing values, values."""
-        return describe_columns(self.columns, self.statistics, self.class_counts, self.index_columns, self.rows)
+        """Returns a row of `HEADER` for each column: name, type, what tasks take it for, missing values, values."""
+        rows: list[tuple[str, ...]] = []
+        for name, facts in self.columns.items():
+            measured = self.statistics.get(name, {})
+            missing = [f"{facts['nulls']:,}"] if facts["nulls"] or not measured.get("not_finite") else []
+            if measured.get("not_finite"):
+                missing.append(f"{measured['not_finite']:,} NaN or infinite")
+            counts = self.class_counts if name == ("labels" if "boxes" in self.columns else "label") else None
+            values = _describe_counts(counts) if counts else _describe_values(measured)
+            has_values = not self.rows or facts["nulls"] < self.rows
+            use = _describe_use(name, facts, self.index_columns) if has_values else f"not usable: {NO_VALUE}"
+            rows.append((_shorten(name), _describe_type(facts), use, ", ".join(missing), values))
+        return rows
 
     def __str__(self) -> str:
         shards = f" in {_count(len(self.shards), 'shard')}" if self.shards else ""
@@ -407,17 +384,13 @@ class TextColumns:
 
     def __init__(self, decimal: str) -> None:
         self._number = f"{number_pattern(decimal)}|{_HEXADECIMAL}"
-        self._counts: dict[str, Counts] = {}
+        self.counts: dict[str, Counts] = {}
 
     def add(self, table: pa.Table) -> None:
         """Adds rows, which have their ids in the first column."""
         for column in table.schema:
             if column.name != "row_id" and is_text(column.type):
                 self._add(column.name, table["row_id"], pc.utf8_trim_whitespace(table[column.name].cast(pa.string())))
-
-    def description(self) -> dict[str, Counts]:
-        """Returns the counts by column, plain JSON."""
-        return self._counts
 
     def _add(self, name: str, row_ids: pa.ChunkedArray, values: pa.ChunkedArray) -> None:
         present = pc.and_(pc.is_valid(values), pc.invert(pc.is_in(values, pa.array(NULLS))))
@@ -434,7 +407,7 @@ class TextColumns:
             "written": pc.and_not(written, numbers),
             "truth": truth,
         }
-        counts = self._counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
+        counts = self.counts.setdefault(name, {"values": 0, **dict.fromkeys(matches_of, 0), "first": {}})
         counts["values"] += len(values)
         for kind, matches in matches_of.items():
             counts[kind] += pc.sum(matches).as_py() or 0
@@ -482,34 +455,24 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal
     is_truth = numbers < total["truth"]
     kind, fitting = ("true or false", total["truth"]) if is_truth else ("numbers", numbers)
     if fitting < values:
-        return _note_on_others(name, kind, values - fitting, values, first["truth" if is_truth else "numbers"])
+        row_id, value = first["truth" if is_truth else "numbers"]
+        return (
+            f"column {name!r} is text: {values - fitting} of its {values} values are not {kind}, the first is {value!r}"
+            f" in {row_id}. If the column contains {kind}, correct them, or leave missing values empty."
+        )
     if total["written"] and not is_truth:
-        return _note_on_written(name, total["written"], values, first["written"], decimal)
+        row_id, value = first["written"]
+        remedy = "Write them with digits and a decimal point only, as in 1234.5."
+        if decimal == "." and re.match(number_pattern(","), value):
+            remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
+        elif decimal == ",":
+            remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
+        return (
+            f"column {name!r} is text: {total['written']} of its {values} values are numbers in another notation, the"
+            f" first is {value!r} in {row_id}. {remedy}"
+        )
     row_id, value = first["any"]
     return (
         f"column {name!r} is text, although all of its {values} values are {kind}, such as {value!r} in {row_id},"
         f" because they are text in the source{'' if is_truth else ', or too long for 64 bits'}."
-    )
-
-
-def _note_on_others(name: str, kind: str, others: int, values: int, first: list[str]) -> str:
-    """Returns the sentence about a column of which the fewer values are no numbers, or not true or false."""
-    row_id, value = first
-    return (
-        f"column {name!r} is text: {others} of its {values} values are not {kind}, the first is {value!r} in {row_id}."
-        f" If the column contains {kind}, correct them, or leave missing values empty."
-    )
-
-
-def _note_on_written(name: str, written: int, values: int, first: list[str], decimal: str | None) -> str:
-    """Returns the sentence about a column of numbers, some of which are written in another way."""
-    row_id, value = first
-    remedy = "Write them with digits and a decimal point only, as in 1234.5."
-    if decimal == "." and re.match(number_pattern(","), value):
-        remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
-    elif decimal == ",":
-        remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
-    return (
-        f"column {name!r} is text: {written} of its {values} values are numbers in another notation, the first is"
-        f" {value!r} in {row_id}. {remedy}"
     )

@@ -11,7 +11,6 @@ prediction needs; they execute and unpickle nothing of it.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from ray_app.checkpoint.format import StoredTensor, write_model
+from ray_app.data.dataset import sha256
 from ray_app.devices import kind_of
 from ray_app.errors import ConfigError, RegistryError
 from ray_app.models import loader
@@ -271,11 +271,7 @@ def _import_task_class(class_path: str) -> type[Task]:
 def _digests(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file of a folder except `export.json` and Python's bytecode, by relative path."""
     files = (f for f in sorted(folder.rglob("*")) if f.is_file() and f.suffix != ".pyc" and f.name != EXPORT)
-    digests = {}
-    for file in files:
-        with file.open("rb") as opened:
-            digests[file.relative_to(folder).as_posix()] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return digests
+    return {file.relative_to(folder).as_posix(): sha256(file) for file in files}
 
 
 _FILES = {"torch.export": loader.EXPORTED, "safetensors": loader.WEIGHTS}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,12 @@ def decode_inputs(task: Task, data: Any, texts: TextEncoder | None = None, targe
     sources = {
         name: name if loader.is_by_name(stored) and name in stored else encoded.get(name, name) for name in names
     }
-    _need_names(stored, list(sources.values()))
+    needed = list(sources.values())
+    if missing := [name for name in needed if not loader.is_by_name(stored) or name not in stored]:
+        raise DataError(
+            f"No column {', '.join(map(repr, missing))} is given; the task reads {needed}. Pass all by name: a table"
+            " of pandas, Polars or Arrow, a dictionary, or a list of dictionaries."
+        )
     if task.encoding is not None and not targets:
         return DecodedInputs(encode_raw_rows(task.encoding, {name: stored[name] for name in names}), is_one_row(data))
     empty = [name for name, source in sources.items() if getattr(stored[source], "__len__", lambda: 1)() == 0]
@@ -125,15 +130,6 @@ def is_one_row(data: Any) -> bool:
         and not hasattr(data, "columns")
         and any(map(loader.is_single_value, dict(data).values()))
     )
-
-
-def _need_names(rows: Any, columns: Sequence[str]) -> None:
-    """Raises DataError if a column is missing."""
-    if missing := [name for name in columns if not loader.is_by_name(rows) or name not in rows]:
-        raise DataError(
-            f"No column {', '.join(map(repr, missing))} is given; the task reads {list(columns)}. Pass all by name: a"
-            " table of pandas, Polars or Arrow, a dictionary, or a list of dictionaries."
-        )
 
 
 def _is_dataset(data: Any, task: Task, texts: TextEncoder | None) -> bool:

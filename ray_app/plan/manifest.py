@@ -129,36 +129,6 @@ def parse_partitions(path: str) -> dict[str, str | None]:
     return values
 
 
-def infer_partition_types(paths: Sequence[str]) -> dict[str, PartitionType]:
-    """Returns the partition columns of a data set, in the order of its folders, with their types.
-
-    A type is the narrowest one that can represent all values of the column.
-
-    Raises:
-        DataError: The files have different keys.
-    """
-    values: dict[str, set[str | None]] = {}
-    keys: tuple[str, ...] | None = None
-    folder_before = None
-    for path in paths:
-        folder = path.rpartition("/")[0]
-        if folder == folder_before:
-            continue
-        folder_before = folder
-        partitions = parse_partitions(path)
-        if keys is None:
-            keys = tuple(partitions)
-        elif set(keys) != set(partitions):
-            raise DataError(
-                f"{paths[0]} has the partition columns {', '.join(keys) or 'none'}, but {path} has"
-                f" {', '.join(partitions) or 'none'}; all files of a data set need the same. Move the files into"
-                " separate data sets, or into folders key=value with the same keys."
-            )
-        for key, value in partitions.items():
-            values.setdefault(key, set()).add(value)
-    return {key: _infer_type(texts) for key, texts in values.items()}
-
-
 def parse_partition_value(text: str | None, kind: PartitionType) -> PartitionValue:
     """Returns the value of a partition column that a text stands for."""
     if text is None or kind == "string":
@@ -302,8 +272,30 @@ class Manifest:
 
     @cached_property
     def partitions(self) -> dict[str, PartitionType]:
-        """The columns in the names of folders (`key=value`), with their types; DataError for different keys."""
-        return infer_partition_types(self.paths)
+        """The columns in the names of folders (`key=value`), in their order, with their types.
+
+        A type is the narrowest one that can represent all values of the column. Raises DataError for different keys.
+        """
+        values: dict[str, set[str | None]] = {}
+        keys: tuple[str, ...] | None = None
+        folder_before = None
+        for path in self.paths:
+            folder = path.rpartition("/")[0]
+            if folder == folder_before:
+                continue
+            folder_before = folder
+            partitions = parse_partitions(path)
+            if keys is None:
+                keys = tuple(partitions)
+            elif set(keys) != set(partitions):
+                raise DataError(
+                    f"{self.paths[0]} has the partition columns {', '.join(keys) or 'none'}, but {path} has"
+                    f" {', '.join(partitions) or 'none'}; all files of a data set need the same. Move the files into"
+                    " separate data sets, or into folders key=value with the same keys."
+                )
+            for key, value in partitions.items():
+                values.setdefault(key, set()).add(value)
+        return {key: _infer_type(texts) for key, texts in values.items()}
 
     @property
     def rules(self) -> ReadRules:

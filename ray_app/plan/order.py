@@ -220,20 +220,6 @@ def order_by_length(lengths: Int64, micro_batch: int, base: int) -> Int64:
     return np.concatenate([alike[permutation(base, full)].reshape(-1), np.arange(full * micro_batch, len(lengths))])
 
 
-def assign_files(manifest: Manifest, seed: int, logical_workers: int) -> Int64:
-    """Returns the logical worker of every file, shape (files,).
-
-    Each file, from the largest to the smallest, goes to the logical worker with the fewest rows so far (Graham 1969:
-    the longest stream is at most 4/3 of the best possible); a keyed hash orders files of equal size. Logical worker 0
-    then has the most rows and the last one the fewest.
-    """
-    rows = count_rows_by_file(manifest)
-    hashed = hash_array(key(_FILES, seed), manifest.path_hash)
-    bins = fill_bins(rows, np.lexsort((hashed, -rows)), logical_workers)
-    totals = np.bincount(bins, weights=rows, minlength=logical_workers)
-    return np.argsort(np.argsort(-totals, kind="stable"))[bins]
-
-
 def fill_bins(sizes: Int64, order: Int64, bins: int) -> Int64:
     """Returns the bin of each item, (items,): each goes, in a given order, to the one with the least so far."""
     bin_of = np.zeros(len(sizes), np.int64)
@@ -307,8 +293,17 @@ class Plan:
 
     @cached_property
     def owner(self) -> Int64:
-        """The logical worker of every file for `shard: file`, shape (files,)."""
-        return assign_files(self.manifest, self.seed, self.logical_workers)
+        """The logical worker of every file for `shard: file`, shape (files,).
+
+        Each file, from the largest to the smallest, goes to the logical worker with the fewest rows so far (Graham
+        1969: the longest stream is at most 4/3 of the best possible); a keyed hash orders files of equal size. Logical
+        worker 0 then has the most rows and the last one the fewest.
+        """
+        rows = count_rows_by_file(self.manifest)
+        hashed = hash_array(key(_FILES, self.seed), self.manifest.path_hash)
+        bins = fill_bins(rows, np.lexsort((hashed, -rows)), self.logical_workers)
+        totals = np.bincount(bins, weights=rows, minlength=self.logical_workers)
+        return np.argsort(np.argsort(-totals, kind="stable"))[bins]
 
     @property
     def all_rows(self) -> int:
@@ -534,7 +529,10 @@ class EpochOrder:
 
     def stored_positions(self, logical_worker: int, window: int) -> Int64:
         """Returns the manifest positions of a window's rows in the order of reading, each once, shape (rows read,)."""
-        return manifest_positions(self.plan.manifest, self.window_segments(logical_worker, window))
+        segments, first_row = self.window_segments(logical_worker, window), self.plan.manifest.first_row
+        starts = [int(first_row[s.row_group]) + s.first for s in segments]
+        ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
 
     def rows_at(self, logical_worker: int, step: int) -> Int64:
         """Returns the manifest positions of the rows of one logical worker in one step.
@@ -544,10 +542,3 @@ class EpochOrder:
         window, offset = divmod(step, self.plan.steps_per_window)
         order = self.stored_positions(logical_worker, window)[self.window_order(logical_worker, window)]
         return order[offset * self.plan.micro_batch : (offset + 1) * self.plan.micro_batch]
-
-
-def manifest_positions(manifest: Manifest, segments: list[Segment]) -> Int64:
-    """Returns the manifest positions of the rows of segments, in their order, shape (rows,)."""
-    starts = [int(manifest.first_row[s.row_group]) + s.first for s in segments]
-    ranges = [np.arange(start, start + s.rows) for start, s in zip(starts, segments, strict=True)]
-    return np.concatenate(ranges) if ranges else np.empty(0, np.int64)

@@ -437,7 +437,7 @@ CHECKS = (
           applies=lambda context: not isinstance(context.task, BatchTask)),
     Check("normalization", 0, "Statistics are over several values.", gradient_checks.check_normalization, ("one row",)),
     Check("value ranges", 0.1, "The model has classes and embeddings for the smallest and largest values.",
-          rare_rows.try_value_ranges, ("one row",),
+          lambda context: rare_rows.check_value_ranges(context.row_probe, context.accepted_rows), ("one row",),
           applies=lambda context: isinstance(context.task, ModuleTask) and not isinstance(context.task, LoopTask),
           calls_task=True),
     Check("targets", 0, "The loss accepts the targets of the first evaluation rows.", dry_run.check_eval_targets,

@@ -218,6 +218,11 @@ class RowProbe:
         if self.state.turns is None:
             yield None, self.task.training_loss(self.state.model, fields)
 
+    def make_batch(self, rows: Arrays) -> Batch:
+        """Returns rows as a training batch, and puts the model into training mode."""
+        self.state.train()
+        return self.task.augment(to_batch(rows), torch.arange(len(next(iter(rows.values())))))
+
     def run(self, rows: Arrays, evaluates: bool, description: str) -> None:
         """Computes the training loss of rows, or evaluates them.
 
@@ -235,8 +240,7 @@ class RowProbe:
             if evaluates:
                 list(score(self.task, model, rows, count, HOST))
                 return
-            self.state.train()
-            list(self.losses(self.task.augment(to_batch(rows), torch.arange(count))))
+            list(self.losses(self.make_batch(rows)))
 
     def can_run(self, rows: Arrays, evaluates: bool) -> bool:
         """Returns whether the task accepts the rows; see `run`."""

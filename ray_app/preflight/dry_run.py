@@ -145,14 +145,13 @@ def _run_task(job: Job, row_probe: RowProbe, rows: Arrays) -> dict[str, nn.Param
     config = job.config
     count = len(next(iter(rows.values())))
     unused = dict[str, nn.Parameter]()
-    state.train()
     trained_on = user_code(lambda: f"training on two rows of {describe_fields(rows)}")
     with (
         check_forward(state.model, config.optimizers is not None, task.moving_parameters(state.model)),
         trained_on,
         _recording_kernels(config, config.scaling.worker_gpus) as gpus,
     ):
-        fields = task.augment(to_batch(rows), torch.arange(count))
+        fields = row_probe.make_batch(rows)
         if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
             _note_target_range(job, task, state.model, fields)
         for turn, losses in row_probe.losses(fields):

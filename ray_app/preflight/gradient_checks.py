@@ -59,16 +59,12 @@ def parameters_of_turn(state: TrainingState, turn: str | None) -> dict[str, nn.P
 
 def _unused_in(row_probe: RowProbe, unused: Mapping[str, nn.Parameter], rows: Arrays) -> dict[str, nn.Parameter]:
     """Returns the parameters in `unused` that get no gradient from these rows either."""
-    task, state = row_probe.task, row_probe.state
     count = len(next(iter(rows.values())))
-    state.train()
     without_gradient = set[str]()
     try:
-        fields = task.augment(to_batch(rows), torch.arange(count))
-        for turn, losses in row_probe.losses(fields):
-            without_gradient.update(
-                parameters_without_gradient(check_losses(task, losses, count).values, parameters_of_turn(state, turn))
-            )
+        for turn, losses in row_probe.losses(row_probe.make_batch(rows)):
+            values = check_losses(row_probe.task, losses, count).values
+            without_gradient.update(parameters_without_gradient(values, parameters_of_turn(row_probe.state, turn)))
     except Exception:
         # The reader reports what is wrong with these rows.
         return dict(unused)

@@ -27,11 +27,10 @@ from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.gradient_checks import graph_nodes
 from ray_app.preflight.purity import is_same, iter_parts, kept_values
 from ray_app.reduction.sharded import build_without_values
-from ray_app.task.base import Batch, Task
+from ray_app.task.base import Task
 from ray_app.task.configured_arguments import make_loss
 from ray_app.task.losses import Losses
 from ray_app.task.module import ModuleTask
-from ray_app.task.ragged import to_batch
 from ray_app.task.transforms import instantiate_once
 from ray_app.task.user_code import is_user_code, user_code
 from ray_app.train.state.state import seed_step
@@ -105,7 +104,7 @@ def _losses_after(context: PreflightContext, shift: int) -> list[Tensor]:
     model = task.build_model()
     model.load_state_dict(context.model.state_dict())
     new_state: Any = SimpleNamespace(model=model, turns=state.turns)
-    probe, fields = replace(context.row_probe, state=new_state), make_fields(context)
+    probe, fields = replace(context.row_probe, state=new_state), context.row_probe.make_batch(context.accepted_rows)
     model.train()
     first = {
         name: values + shift if values.is_floating_point() else values.roll(shift, -1) if values.ndim > 1 else values
@@ -122,20 +121,14 @@ def _training_losses(context: PreflightContext) -> list[Tensor]:
     """Returns the training losses of the rows that the task accepts; leaves buffers and modes as they were."""
     row_probe, model = context.row_probe, context.model
     buffers = [buffer.clone() for buffer in model.buffers()]
-    values = [Losses.of(losses).values for _, losses in row_probe.losses(make_fields(context))]
+    batch = row_probe.make_batch(context.accepted_rows)
+    values = [Losses.of(losses).values for _, losses in row_probe.losses(batch)]
     for one in values:
         refuse_outside_parameters(model, one)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
     return values
-
-
-def make_fields(context: PreflightContext) -> Batch:
-    """Returns the rows that the task accepts as a training batch, and puts the model into training mode."""
-    context.row_probe.state.train()
-    rows = context.accepted_rows
-    return context.task.augment(to_batch(rows), torch.arange(len(next(iter(rows.values())))))
 
 
 def refuse_outside_parameters(model: nn.Module, losses: Tensor) -> None:
@@ -223,9 +216,11 @@ def name_unused_outputs(context: PreflightContext) -> list[str]:
     task, model = context.task, context.model
     computed: list[tuple[str, Tensor]] = []
     hook = model.register_forward_hook(lambda _, __, outputs: computed.extend(_list_tensors("output", outputs)))
+    row_probe = context.row_probe
     nodes, means = set[Any](), list[float]()
     try:
-        for losses in map(Losses.of, (losses for _, losses in context.row_probe.losses(make_fields(context)))):
+        batch = row_probe.make_batch(context.accepted_rows)
+        for losses in map(Losses.of, (losses for _, losses in row_probe.losses(batch))):
             nodes |= graph_nodes(losses.values) or set()
             weight = len(losses.values) if losses.weights is None else float(losses.weights.sum())
             means.append(float(losses.values.detach().sum()) / (weight or 1))

@@ -31,7 +31,7 @@ MAX_OPERATIONS = 1e12
 """Largest number of floating-point operations on a long row; on two cores they take about half a minute."""
 
 
-def _check_value_ranges(
+def check_value_ranges(
     row_probe: RowProbe, rows: Arrays, eval_ranges: dict[str, list[float]] | None = None, prefix: str = ""
 ) -> None:
     """Trains or evaluates, without a step, on rows with the smallest and the largest numbers of the columns.
@@ -117,11 +117,6 @@ def _error_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
-def try_value_ranges(context: PreflightContext) -> None:
-    """Trains on the smallest and the largest numbers of the columns."""
-    _check_value_ranges(context.row_probe, context.accepted_rows)
-
-
 def try_rare_rows(context: PreflightContext) -> None:
     """Trains or evaluates, without a step, on the longest rows and on values that only the evaluation data has.
 
@@ -150,7 +145,7 @@ def try_rare_rows(context: PreflightContext) -> None:
         raise ConfigError(f"{name}: {why}")
     # The script of a `LoopTask` would start again for every value.
     if isinstance(task, ModuleTask) and not isinstance(task, LoopTask):
-        _check_value_ranges(context.row_probe, context.accepted_rows, task.ranges, f"{name}: ")
+        check_value_ranges(context.row_probe, context.accepted_rows, task.ranges, f"{name}: ")
     if (row := _read_longest(context, context.eval_dataset)) is not None:
         _try_longest(context, name, row, True, tried_numbers)
 

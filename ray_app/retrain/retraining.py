@@ -163,7 +163,9 @@ class Stages:
         # If training gave the champion's parameters again, its tags and metrics must stay as they are.
         if challenger.version != champion_version:
             judged_s = datetime.fromisoformat(judged["at"]).timestamp()
-            log_metrics(situation.client, challenger, _gate_metrics(judged["figures"]), judged_s)
+            names = ("challenger", "champion", "gain", "low", "high", "rows")
+            metrics = {f"gate_{name}": value for name in names if (value := judged["figures"][name]) is not None}
+            log_metrics(situation.client, challenger, metrics, judged_s)
             tags = {
                 KEY_TAG: self._round.key,
                 "ray_app.gate": outcome,
@@ -217,15 +219,6 @@ class Stages:
         if situation.section.start == "champion" and situation.champion is not None:
             fields["train__init_from"] = str(situation.champion.write_parameters())
         return situation.config.replace(**fields)
-
-
-def _gate_metrics(values: dict[str, Any]) -> dict[str, float]:
-    """Returns the figures of the gate as metrics of the challenger's MLflow run."""
-    return {
-        f"gate_{name}": values[name]
-        for name in ("challenger", "champion", "gain", "low", "high", "rows")
-        if values[name] is not None
-    }
 
 
 OutcomeKind = Literal["nothing", "would train", "promoted", "gate refused", "data refused", "interrupted"]

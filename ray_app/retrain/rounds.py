@@ -22,6 +22,7 @@ from ray_app.errors import DataError
 from ray_app.preflight.changes import iter_import_paths, source_files
 from ray_app.preflight.inputs import load_initial_parameters
 from ray_app.retrain.options import RetrainSection
+from ray_app.runlog.paths import Entry
 from ray_app.storage.data_files import files_below, find_file, is_folder, relative_path
 from ray_app.storage.files import (
     Location,
@@ -49,25 +50,14 @@ class RetrainPaths:
         folder = make_folder_name(str(config.tracking.registered_model))
         return cls(to_location(config.run.storage_path) / "retraining" / folder)
 
-    @property
-    def audit(self) -> Location:
-        """Folder with one numbered file per decision."""
-        return self.root / "audit"
-
-    @property
-    def rounds(self) -> Location:
-        """Folder with one folder per key."""
-        return self.root / "rounds"
-
-    @property
-    def contents(self) -> Location:
-        """Folder with the digests of the data's files, so that unchanged files are not read again."""
-        return self.root / "contents"
-
-    @property
-    def deciding(self) -> Location:
-        """Folder of a lease to move the alias `champion`, so that a rollback does not wait for a training."""
-        return self.root / "deciding"
+    audit = Entry("audit")
+    """Folder with one numbered file per decision."""
+    rounds = Entry("rounds")
+    """Folder with one folder per key."""
+    contents = Entry("contents")
+    """Folder with the digests of the data's files, so that unchanged files are not read again."""
+    deciding = Entry("deciding")
+    """Folder of a lease to move the alias `champion`, so that a rollback does not wait for a training."""
 
     def entry(self, number: int) -> Location:
         """File of one decision."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ray_app.errors import ConfigError
 from ray_app.process import temporary_folder
@@ -19,14 +19,14 @@ from ray_app.storage.files import Location
 from ray_app.version import __version__
 
 
-class _Entry:
-    """A file or folder of a run directory, as an attribute of `RunPaths`."""
+class Entry:
+    """A file or folder below the `root` of an object, as an attribute of its class, such as those of `RunPaths`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, paths: RunPaths, _: type[RunPaths]) -> Location:
-        return paths.root / self._name
+    def __get__(self, paths: Any, _: type[Any]) -> Location:
+        return cast(Location, paths.root / self._name)
 
 
 @dataclass(frozen=True)
@@ -45,68 +45,68 @@ class RunPaths:
         """The run's name and a digest of its location, since two storages may have runs of the same name."""
         return f"{self.name}-{hashlib.sha256(str(self.root).encode()).hexdigest()[:12]}"
 
-    config = _Entry("config.yaml")
+    config = Entry("config.yaml")
     """The resolved configuration of the newest start.
 
     The fields that decide the result are those of the first start.
     """
-    code = _Entry("code.json")
+    code = Entry("code.json")
     """The digests of source files and the versions of libraries at the newest start.
 
     The file also has the names of the arguments in `config.yaml` that are defaults.
     """
-    data = _Entry("data.json")
+    data = Entry("data.json")
     """Size and time, or ETag, of the data files at the newest start."""
-    manifest = _Entry("manifest.json")
+    manifest = Entry("manifest.json")
     """The row groups that the run trains on."""
-    classes = _Entry("classes.json")
+    classes = Entry("classes.json")
     """The classes of the rows, if rows are balanced by class."""
-    schema = _Entry("schema.json")
+    schema = Entry("schema.json")
     """The types of the columns that the run trains on, and the names of its classes."""
-    task = _Entry("task.json")
+    task = Entry("task.json")
     """The settings of the prepared task, with which it is made again without the training data; `null` if JSON does not
     keep them."""
-    example = _Entry("example.parquet")
+    example = Entry("example.parquet")
     """One or two decoded rows, from which the inputs of an export are known."""
-    tokenizer = _Entry("tokenizer.json")
+    tokenizer = Entry("tokenizer.json")
     """The tokenizer of the texts that the data was made of, if it has one; exports have a copy."""
-    initial = _Entry("initial.safetensors")
+    initial = Entry("initial.safetensors")
     """The initial parameters, if `train.init_from` names some."""
-    checkpoints = _Entry("checkpoints")
+    checkpoints = Entry("checkpoints")
     """The folder of the checkpoints."""
-    pins = _Entry("pins")
+    pins = Entry("pins")
     """The folder with one file per evaluator that still needs checkpoints."""
-    evaluations = _Entry("evaluations")
+    evaluations = Entry("evaluations")
     """The folder with one file per step that the run's own evaluator has evaluated."""
-    evaluators = _Entry("evaluators")
+    evaluators = Entry("evaluators")
     """The folder with one folder for each other evaluator, by its name."""
-    interventions = _Entry("interventions")
+    interventions = Entry("interventions")
     """The folder with one file per step at which code in the driver's process, such as a callback of Keras, has
     answered, with the changes that it has made."""
-    metrics = _Entry("metrics")
+    metrics = Entry("metrics")
     """The folder of the segments with step records."""
-    events = _Entry("events")
+    events = Entry("events")
     """The folder with one file per event."""
-    bad_rows = _Entry("bad_rows")
+    bad_rows = Entry("bad_rows")
     """The folder with one file per skipped row, which cannot be decoded or lacks a value that the task reads."""
-    outputs = _Entry("output")
+    outputs = Entry("output")
     """The folder with the output of user code."""
 
     def output(self, fence: int, process_name: str, kind: str) -> Location:
         """Returns the file with the output of a process during a start; `kind` is `out` or `err`."""
         return self.outputs / f"{fence:04d}-{process_name}.{kind}"
 
-    profile = _Entry("profile")
+    profile = Entry("profile")
     """The folder of the traces of steps, if the configuration asks for them."""
-    summary = _Entry("summary.json")
+    summary = Entry("summary.json")
     """The summary of the run."""
-    report = _Entry("report.html")
+    report = Entry("report.html")
     """The report about the run: one page with curves and tables."""
-    tracking = _Entry("tracking.json")
+    tracking = Entry("tracking.json")
     """The MLflow run, and how far the journal has been sent to it."""
-    tensorboard = _Entry("tensorboard")
+    tensorboard = Entry("tensorboard")
     """The folder of TensorBoard's event files, if the configuration asks for them."""
-    fences = _Entry("fences")
+    fences = Entry("fences")
     """The folder with one file per start of the driver, its lease; only the newest start may write the run."""
 
     def fence(self, number: int) -> Location:

@@ -65,11 +65,6 @@ def is_convertible_image(head: bytes) -> bool:
     return name_other_format(head) in ("a TIFF image", "a BMP image", "an AVIF image")
 
 
-def is_lfs_pointer(head: bytes) -> bool:
-    """Returns whether a file with these first bytes is a pointer, which Git LFS puts in place of a file."""
-    return head.startswith(_LFS_POINTER)
-
-
 def name_foreign_file(head: bytes) -> str | None:
     """Recognizes files that are often found in place of data.
 
@@ -81,7 +76,7 @@ def name_foreign_file(head: bytes) -> str | None:
     """
     if not head:
         return "empty"
-    if is_lfs_pointer(head):
+    if head.startswith(_LFS_POINTER):
         return "a Git LFS pointer, not the file itself (fetch the files with git lfs pull)"
     if _WEB_PAGE.match(head):
         return "a web page (HTML), such as a server sends instead of a file (download it again)"

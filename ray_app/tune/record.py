@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from ray_app.config.config import Config, describe_changes, digest_json, flatten, result_fields
 from ray_app.errors import RunExistsError
-from ray_app.runlog.paths import RunPaths, add_version, from_known_fields, translate_format_errors
+from ray_app.runlog.paths import Entry, RunPaths, add_version, from_known_fields, translate_format_errors
 from ray_app.storage.files import Location, put_atomic, read_json, to_json, to_location
 from ray_app.tune.options import TuneSection
 from ray_app.tune.samplers import Observed, Settings
@@ -33,25 +33,14 @@ class StudyPaths:
         """Returns the paths of a study."""
         return cls(to_location(config.run.storage_path) / section.name)
 
-    @property
-    def trials(self) -> Location:
-        """Folder of the runs of the trials, the `run.storage_path` of their configurations."""
-        return self.root / "trials"
-
-    @property
-    def record(self) -> Location:
-        """File of the decisions."""
-        return self.root / "study.json"
-
-    @property
-    def winner(self) -> Location:
-        """File of the winner's settings, for a command's `--config` after the configuration of the study."""
-        return self.root / "winner.yaml"
-
-    @property
-    def report(self) -> Location:
-        """Page about the study."""
-        return self.root / "report.html"
+    trials = Entry("trials")
+    """Folder of the runs of the trials, the `run.storage_path` of their configurations."""
+    record = Entry("study.json")
+    """File of the decisions."""
+    winner = Entry("winner.yaml")
+    """File of the winner's settings, for a command's `--config` after the configuration of the study."""
+    report = Entry("report.html")
+    """Page about the study."""
 
     def runs(self, trial: int, folds: int | None) -> list[RunPaths]:
         """Returns the run directory of a trial, or those of its folds."""
@@ -232,11 +221,8 @@ def refuse_other_study(name: str, old: Mapping[str, Any], new: Mapping[str, Any]
 
 def settings_text(settings: Settings) -> str:
     """Returns settings as a short text, such as `lr 0.003, model mlp`."""
-    return ", ".join(_setting_texts(settings))
-
-
-def _setting_texts(settings: Settings) -> Iterator[str]:
     last_parts = [name.rpartition(".")[2] for name in settings]
-    for (name, value), short in zip(settings.items(), last_parts, strict=True):
-        # Two settings may have the same last part, such as those of optimizers that take turns.
-        yield f"{short if last_parts.count(short) == 1 else name} {'null' if value is None else value}"
+    # Two settings may have the same last part, such as those of optimizers that take turns.
+    names = [last if last_parts.count(last) == 1 else name for name, last in zip(settings, last_parts, strict=True)]
+    values = ("null" if value is None else str(value) for value in settings.values())
+    return ", ".join(map(" ".join, zip(names, values, strict=True)))

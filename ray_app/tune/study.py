@@ -247,7 +247,9 @@ class StudyDriver:
             # Another driver may have ended since this one has read it.
             self._load(read_record(self.paths) or self.record)
             self.record.end, self.record.budget = None, asdict(self._section.budget)
-            self._say_start()
+            verb = "Continuing" if self.record.results else "Starting"
+            self._say(f"{verb} study {self._section.name} in {self.paths.root}")
+            self._say(f"{self._plan_text()}; {self._count_slots()} at the same time")
             if self._config.tracking.enabled:
                 self._tracker = StudyTracker(self._config, self.paths, self.record)
             try:
@@ -470,11 +472,6 @@ class StudyDriver:
         if len(parts) == 1 and rules.kind != "none":
             text += f"; no trial ends early with train.epochs below {rules.min_epochs * rules.eta}"
         return text
-
-    def _say_start(self) -> None:
-        verb = "Continuing" if self.record.results else "Starting"
-        self._say(f"{verb} study {self._section.name} in {self.paths.root}")
-        self._say(f"{self._plan_text()}; {self._count_slots()} at the same time")
 
     def _say_result(self, result: TrialResult, promotions: list[Promotion]) -> None:
         name, settings = trial_name(result.trial), settings_text(self.record.trials[result.trial])

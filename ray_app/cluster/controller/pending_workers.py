@@ -173,7 +173,11 @@ class PendingWorkers:
         Returns:
             The reason for each canceled worker, without those on draining nodes.
         """
-        self._release_moved_slots()
+        # Ray has moved the slots of lost nodes to others.
+        for slot, node in self._held_slots[:]:
+            if placement_group_table(slot)["bundles_to_node_id"].get(0) not in (node, None):
+                remove_placement_group(slot)
+                self._held_slots.remove((slot, node))
         reasons = list[str]()
         deaths = 0
         any_became_ready = False
@@ -272,13 +276,6 @@ class PendingWorkers:
         while self._held_slots:
             remove_placement_group(self._held_slots.pop()[0])
         self._excluded.clear()
-
-    def _release_moved_slots(self) -> None:
-        """Gives back the held slots that Ray has moved to other nodes, because theirs were lost."""
-        for slot, node in self._held_slots[:]:
-            if placement_group_table(slot)["bundles_to_node_id"].get(0) not in (node, None):
-                remove_placement_group(slot)
-                self._held_slots.remove((slot, node))
 
     def limit_to(self, max_pending: int) -> None:
         """Cancels the workers that were started last, so that at most `max_pending` remain."""

@@ -12,7 +12,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,18 +111,13 @@ class _Stored:
     def _opened(self) -> Iterator[IO[bytes]]:
         with (
             parser_errors(self.where, "The file is damaged or has another format; write it again."),
-            self._open() as file,
+            ExitStack() as stack,
         ):
-            yield file
-
-    @contextmanager
-    def _open(self) -> Iterator[IO[bytes]]:
-        if self.member is None:
-            with self.file.open_unpacked() as file:
-                yield file
-            return
-        with self.file.open() as packed, zipfile.ZipFile(packed) as archive, archive.open(self.member) as file:
-            yield file
+            if self.member is None:
+                yield stack.enter_context(self.file.open_unpacked())
+            else:
+                archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(self.file.open())))
+                yield stack.enter_context(archive.open(self.member))
 
 
 def _read_fortran(file: IO[bytes], dtype: np.dtype, shape: tuple[int, ...], first: int, last: int) -> Array:
@@ -151,11 +146,6 @@ def _converted(values: Array) -> Array:
     if values.dtype.kind == "S":
         return np.char.decode(np.asarray(values, np.bytes_), "utf-8")
     return values.astype(values.dtype.newbyteorder("="), copy=False)
-
-
-def _in_file(file: File, header: Callable[[IO[bytes]], StoredHeader]) -> _Stored:
-    """Returns the array of a whole file, gzipped or not."""
-    return _Stored(str(file), file, header)
 
 
 def _array_part(
@@ -318,7 +308,7 @@ def _label_texts(arrays: dict[str, _Stored]) -> set[str]:
 def _arrays_in(file: File) -> dict[str, _Stored]:
     """The arrays of a .npy or .npz file by name."""
     if file.name.endswith(".npy"):
-        return {file.name[:-4]: _in_file(file, _npy_header)}
+        return {file.name[:-4]: _Stored(str(file), file, _npy_header)}
     advice = "Expected an .npz file as numpy.savez writes it. Write it again."
     with parser_errors(file, advice), file.open() as packed, zipfile.ZipFile(packed) as archive:
         members = [name for name in archive.namelist() if name.endswith(".npy")]
@@ -409,8 +399,8 @@ class Idx(sources.SourceReader):
         parts = []
         for prefix, (images, labels) in self._pairs().items():
             arrays = {
-                "image": _in_file(images, partial(_idx_header, 3)),
-                "label": _in_file(labels, partial(_idx_header, 1)),
+                "image": _Stored(str(images), images, partial(_idx_header, 3)),
+                "label": _Stored(str(labels), labels, partial(_idx_header, 1)),
             }
             side = "train" if prefix == "train" else "test"
             parts.append(_array_part(side, arrays, self.options.shard_rows, f"{prefix}:"))

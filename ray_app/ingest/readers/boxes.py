@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 from xml.parsers import expat
 
@@ -45,6 +45,7 @@ from ray_app.storage.data_files import (
 from ray_app.storage.files import Location, to_location
 from ray_app.storage.text_files import iterate_json
 
+T = TypeVar("T")
 _MAX_XML_DEPTH = 16
 _NO_SHAPE = "a segmentation that is neither polygons nor runs (RLE). Correct it, or leave the option segmentation out"
 
@@ -136,17 +137,17 @@ class _CocoFile:
         if not isinstance(item, dict):
             raise DataError(f"{where} is not an object. Expected a JSON file of COCO.")
         if key == "categories":
-            category = _integer(where, item, "id")
+            category = _field(where, item, "id", int)
             if category in self._categories:
                 raise DataError(f"{where} has the id {category} of an earlier category. Use unique ids.")
-            self._categories[category] = _string(where, item, "name")
+            self._categories[category] = _field(where, item, "name", str)
         elif key == "images":
-            image_id = _integer(where, item, "id")
+            image_id = _field(where, item, "id", int)
             if image_id in self.images:
                 raise DataError(f"{where} has the id {image_id} of an earlier image. Use unique ids.")
             has_size = type(item.get("width")) is int and type(item.get("height")) is int
             size = (item["width"], item["height"]) if has_size else None
-            self.images[image_id] = _string(where, item, "file_name"), size
+            self.images[image_id] = _field(where, item, "file_name", str), size
         else:
             is_crowd = item.get("iscrowd") or 0
             if isinstance(is_crowd, str) or is_crowd not in (0, 1):
@@ -154,8 +155,8 @@ class _CocoFile:
                     f"{where} has {is_crowd!r} as 'iscrowd'; expected 0 or 1, as COCO has. Correct the file."
                 )
             shape = parse_coco_shape(item.get("segmentation")) if self._segmentation else None
-            category, box = _integer(where, item, "category_id"), item.get("bbox")
-            image_id = _integer(where, item, "image_id")
+            category, box = _field(where, item, "category_id", int), item.get("bbox")
+            image_id = _field(where, item, "image_id", int)
             self._objects.setdefault(image_id, []).append(
                 (category, box, bool(is_crowd), shape, item.get("id", number))
             )
@@ -217,17 +218,11 @@ class _CocoFile:
         return replace(row, objects=tuple(objects))
 
 
-def _integer(where: str, item: dict[str, Any], key: str) -> int:
+def _field(where: str, item: dict[str, Any], key: str, kind: type[T]) -> T:
     value = item.get(key)
-    if type(value) is not int or not -(2**63) <= value < 2**63:
-        raise DataError(f"{where} has {value!r} as {key!r}; expected an integer, as COCO has. Correct the file.")
-    return value
-
-
-def _string(where: str, item: dict[str, Any], key: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise DataError(f"{where} has {value!r} as {key!r}; expected text, as COCO has. Correct the file.")
+    if type(value) is not kind or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+        expected = "text" if kind is str else "an integer"
+        raise DataError(f"{where} has {value!r} as {key!r}; expected {expected}, as COCO has. Correct the file.")
     return value
 
 

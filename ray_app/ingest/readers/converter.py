@@ -168,7 +168,10 @@ class Form:
     def _store(self, name: str, rows: pa.Array) -> Any:
         """Returns the values of good rows as they are stored."""
         if name == self.label and self.has_label_lists:
-            return to_multi_hot(rows, self.classes or ())
+            classes = self.classes or ()
+            targets = np.zeros((len(rows), len(classes)), np.float32)
+            targets[_labels_of_lists(rows, classes)] = 1
+            return targets
         if name not in self.shapes:
             return rows
         values = to_numbers(rows, self.shapes[name])
@@ -439,13 +442,6 @@ def has_labels(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.bool_]
     owners, indices = _labels_of_lists(lists, classes)
     good[owners[indices < 0]] = False
     return good
-
-
-def to_multi_hot(lists: pa.Array, classes: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Returns float32 (rows, classes): 1 for each class in the list of a row, otherwise 0."""
-    values = np.zeros((len(lists), len(classes)), np.float32)
-    values[_labels_of_lists(lists, classes)] = 1
-    return values
 
 
 def _labels_of_lists(lists: pa.Array, classes: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

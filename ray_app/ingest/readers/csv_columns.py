@@ -70,7 +70,9 @@ class ColumnScan:
         """Adds values, strings of shape (rows,), of the rows with these numbers in a file."""
         self.types = [kind for kind in self.types if _fits(values, kind, decimal)]
         if any(map(_is_number, self.types)):
-            self.zeros = self.zeros or _first_value(_find_leading_zeros(values, decimal), values, file, numbers)
+            # Such as 007, and 0x1F, which Arrow takes for a number; 0 and 0.5 have none.
+            zeros = _match_candidates(values, pa.array(_may_have_leading_zeros(values, decimal)), r"^\s*[+-]?0[\dxX]")
+            self.zeros = self.zeros or _first_value(zeros, values, file, numbers)
             self.rounded = self.rounded or _first_value(_find_rounded(values, decimal), values, file, numbers)
 
 
@@ -107,15 +109,6 @@ def _first_value(mask: pa.Array, values: pa.Array, file: str, numbers: Int64) ->
     """Returns the id of the first row of a mask, and its value; None if there is none."""
     row = pc.index(mask, True).as_py()
     return None if row < 0 else (f"{file}:{numbers[row]}", values[row].as_py().strip()[:_MAX_VALUE_CHARS])
-
-
-def _find_leading_zeros(values: pa.Array, decimal: str) -> pa.Array:
-    """Returns whether each value is a number with a zero before another digit, such as 007; 0 and 0.5 are none.
-
-    0x1F, which Arrow takes for a number, counts as well.
-    """
-    candidates = pa.array(_may_have_leading_zeros(values, decimal))
-    return _match_candidates(values, candidates, r"^\s*[+-]?0[\dxX]")
 
 
 def _match_candidates(values: pa.Array, candidates: pa.Array, pattern: str) -> pa.Array:

@@ -7,7 +7,7 @@ values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -201,11 +201,15 @@ def _read_tables(
         bad_rows: list[Any] = []
         name = file.name
         for numbers, block in _numbered_blocks(file, csv_format, bad_rows if skip else None):
-            table = sources.make_table(
-                pc.binary_join_element_wise(name, pa.array(numbers).cast(pa.string()), ":"),
-                _convert_block(file, block, label, kinds, classes, csv_format),
-            )
-            yield _without_too_large(table, block, label, refuse)
+            try:
+                columns = {n: convert_values(block[n], kind, csv_format.decimal) for n, kind in kinds.items()}
+            except (pa.ArrowInvalid, KeyError) as error:
+                raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
+            columns = {"label" if n == label else n: values for n, values in columns.items()}
+            if classes is not None:
+                columns["label"] = to_class_indices(columns["label"], classes)
+            ids = pc.binary_join_element_wise(name, pa.array(numbers).cast(pa.string()), ":")
+            yield _without_too_large(sources.make_table(ids, columns), block, label, refuse)
         for invalid in bad_rows:
             if isinstance(invalid, _TotalRow):
                 refuse(f"{file.name}:{invalid.number}", _TOTAL_REASON)
@@ -232,25 +236,6 @@ def _without_too_large(table: pa.Table, block: pa.RecordBatch, label: str | None
     return table if is_good.all() else table.filter(pa.array(is_good))
 
 
-def _convert_block(
-    file: File,
-    block: pa.RecordBatch,
-    label: str | None,
-    kinds: dict[str, pa.DataType],
-    classes: tuple[str, ...] | None,
-    layout: CsvFormat,
-) -> dict[str, pa.Array]:
-    """Returns the columns of a block with their types, the label by its new name and as indices of `classes`."""
-    try:
-        columns = {name: convert_values(block[name], kind, layout.decimal) for name, kind in kinds.items()}
-    except (pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{file}: {error}. The file changed while it was read: start again.") from error
-    columns = {"label" if name == label else name: values for name, values in columns.items()}
-    if classes is not None:
-        columns["label"] = to_class_indices(columns["label"], classes)
-    return columns
-
-
 def _numbered_blocks(
     file: File, csv_format: CsvFormat, bad_rows: list[Any] | None
 ) -> Iterator[tuple[Int64, pa.RecordBatch]]:
@@ -260,7 +245,7 @@ def _numbered_blocks(
     rows with a wrong number of values are counted.
     """
     row = 1 + csv_format.has_header(file)
-    for block, is_last in _mark_last(_read_ahead(_string_blocks(file, csv_format, bad_rows))):
+    for block, is_last in _read_ahead(_string_blocks(file, csv_format, bad_rows)):
         bad_numbers = [invalid.number for invalid in bad_rows or ()]
         numbers = np.arange(row, row + block.num_rows + len(bad_numbers))
         if bad_numbers:
@@ -289,24 +274,14 @@ class _TotalRow:
     text: str
 
 
-def _read_ahead(blocks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields each block while a thread parses the next one."""
+def _read_ahead(blocks: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    """Yields each block, and whether it is the last one, while a thread parses the one after the next."""
     with ThreadPoolExecutor(1, "ingest-parse") as pool:
-        following = pool.submit(next, blocks, None)
-        while (block := following.result()) is not None:
-            following = pool.submit(next, blocks, None)
-            yield block
-
-
-def _mark_last(blocks: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
-    """Yields each block, and whether it is the last one."""
-    before: pa.RecordBatch | None = None
-    for block in blocks:
-        if before is not None:
-            yield before, False
-        before = block
-    if before is not None:
-        yield before, True
+        block, following = pool.submit(next, blocks, None).result(), pool.submit(next, blocks, None)
+        while block is not None:
+            after, following = following.result(), pool.submit(next, blocks, None)
+            yield block, after is None
+            block = after
 
 
 def _ends_in_total(block: pa.RecordBatch) -> bool:

@@ -208,9 +208,11 @@ def check_header(file: str, names: list[str]) -> str | None:
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name)]
     if numbers and not _is_numbering(numbers):
+        examples = [f"column_{i}" for i in range(1, min(len(names), _MAX_NAMES) + 1)]
+        examples += ["..."] if len(names) > _MAX_NAMES else []
         raise DataError(
             f"{file}: the first line holds numbers ({sources.format_items(numbers)}) instead of column names. If the"
-            f" file has no header line, set its {len(names)} names: --column_names '{_example_names(len(names))}'; if"
+            f" file has no header line, set its {len(names)} names: --column_names '[{', '.join(examples)}]'; if"
             f" these are the names, set exactly them: --column_names '{json.dumps(names[:_MAX_NAMES])}'."
         )
     repeated = [name for name, count in Counter(names).items() if count > 1]
@@ -230,11 +232,6 @@ def check_header(file: str, names: list[str]) -> str | None:
             " of values, because the file has no header line, set --column_names."
         )
     return None
-
-
-def _example_names(count: int) -> str:
-    more = ", ..." if count > _MAX_NAMES else ""
-    return f"[{', '.join(f'column_{i}' for i in range(1, min(count, _MAX_NAMES) + 1))}{more}]"
 
 
 def _is_numbering(numbers: list[str]) -> bool:

@@ -53,15 +53,11 @@ class RowCounter:
         self._lock = threading.Lock()
         self.read = self.stored = 0
 
-    def add(self, rows: int) -> None:
-        """Adds rows that were read."""
+    def add(self, rows: int, stored: int = 0) -> None:
+        """Adds rows that were read, and those that an interrupted ingest has read."""
         with self._lock:
             self.read += rows
-
-    def add_stored(self, rows: int) -> None:
-        """Adds rows that an interrupted ingest has read."""
-        with self._lock:
-            self.stored += rows
+            self.stored += stored
 
 
 ROWS_READ = RowCounter()
@@ -164,7 +160,9 @@ class SourceReader(ABC):
                 " targets, or rename it in the source."
             )
         columns, dropped = self.options.kept_columns, frozenset(self.options.drop or ())
-        self._check_dropped(where, names, label, kind)
+        others = [name for name in names if name != label]
+        may_be_all = bool(label) or not dropped
+        check_dropped(f"{where}: ", self.options.drop or [], others, may_be_all, kind)
         named = [*(self.options.columns or []), *(self.options.targets or []), *([label] if label else [])]
         if missing := [name for name in named if name not in names]:
             raise DataError(
@@ -188,17 +186,6 @@ class SourceReader(ABC):
         """Returns `label` if it is among the columns, neither to be left out nor to be renamed; otherwise None."""
         is_other = "label" in (self.options.drop or ()) or "label" in self.options.rename
         return "label" if "label" in names and not is_other else None
-
-    def _check_dropped(self, where: object, names: list[str], label: str | None, kind: str) -> None:
-        """Raises ConfigError for a name of the option `drop` that no column has, and for all columns."""
-        dropped = self.options.drop or []
-        available = [name for name in names if name != label]
-        if absent := [name for name in dropped if name not in available]:
-            raise ConfigError(
-                f"{where}: drop names {absent[0]!r}; the {kind}s are {format_items(available, 50)}. Name these."
-            )
-        if dropped and not label and set(available) <= set(dropped):
-            raise ConfigError(f"{where}: drop names all {kind}s, {format_items(available)}; keep at least one.")
 
     def classes_of_type(self, where: str, kind: pa.DataType) -> tuple[str, ...] | None:
         """Returns the names of the classes of a label of numbers or booleans; None for numbers without `classes`.
@@ -234,6 +221,14 @@ class SourceReader(ABC):
                 " them, or skip these rows with --on_bad_row skip."
             )
         return tuple(classes)
+
+
+def check_dropped(where: str, dropped: list[str], names: list[str], may_be_all: bool, kind: str = "column") -> None:
+    """Raises ConfigError for a name of the option `drop` that no column has, and for all columns unless they may be."""
+    if absent := [name for name in dropped if name not in names]:
+        raise ConfigError(f"{where}drop names {absent[0]!r}; the {kind}s are {format_items(names, 50)}. Name these.")
+    if not may_be_all and set(names) <= set(dropped):
+        raise ConfigError(f"{where}drop names all {kind}s, {format_items(names)}; keep at least one.")
 
 
 BOOLEAN_CLASSES = ("false", "true")

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from ray_app.data.arrays import Array, is_list
 from ray_app.errors import DataError
-from ray_app.ingest.options import FormatTraits, IngestOptions
+from ray_app.ingest.options import FormatTraits
 from ray_app.ingest.readers import sources
 from ray_app.ingest.readers.converter import Form, Shape
 from ray_app.ingest.readers.json_lines import JsonBlock, learn_json, make_json_form, parse_json, select_keys
@@ -80,7 +80,27 @@ class WebDataset(sources.SourceReader):
                 f" {repeated[0]!r}. Leave one of the two out."
             )
         json_form = self._json_form(run) if keys or label else Form(pa.schema([]), {}, None, None)
-        form = _make_form(members, columns is None, columns is None or "json" in columns, keys, json_form, self.options)
+        fields, names = list[pa.Field](), list[str]()
+        images: set[str] = set()
+        shapes: dict[str, Shape] = dict(json_form.shapes)
+        for extension, array in members.items():
+            column, kind = cast(str, _column(extension)), extension.rpartition(".")[2]
+            if kind == "json" and columns is not None and "json" not in columns:
+                continue
+            stored = f".{column}"
+            if array:
+                shapes[stored] = array[1]
+            elif kind in IMAGES:
+                images.add(stored)
+            fields.append(pa.field(stored, _array_type(*array) if array else _TYPES.get(kind, pa.binary())))
+            names.append(column)
+        # A key that is a column and the label, too, is there twice.
+        fields += [json_form.schema.field(key).with_name(f".{key}" if key == label else key) for key in keys]
+        fields += [json_form.schema.field(label)] if label else []
+        names += [*keys, *([json_form.name_of(label)] if label else [])]
+        schema, check = pa.schema(fields), self.options.check
+        rows = replace(json_form, schema=schema, shapes=shapes, images=frozenset(images), check=check)
+        form = _WebDatasetForm(members, columns is None, json_form.schema, rows, names)
         splits = self.input_splits(self._files, partial(_tables, form))
         return [sources.Part("", splits, json_form.classes, notes=json_form.notes)]
 
@@ -205,38 +225,6 @@ class _WebDatasetForm:
     def is_kept(self, extension: str) -> bool:
         """Returns whether a member is compared with those of the first row."""
         return self.keeps_all or _column(extension) in self.columns
-
-
-def _make_form(
-    members: dict[str, tuple[np.dtype, tuple[int, ...]] | None],
-    keeps_all: bool,
-    keeps_json: bool,
-    keys: list[str],
-    json_form: Form,
-    options: IngestOptions,
-) -> _WebDatasetForm:
-    """Returns the form of rows with these members, and with keys of the .json."""
-    fields, names = list[pa.Field](), list[str]()
-    images: set[str] = set()
-    shapes: dict[str, Shape] = dict(json_form.shapes)
-    for extension, array in members.items():
-        column, kind = cast(str, _column(extension)), extension.rpartition(".")[2]
-        if kind == "json" and not keeps_json:
-            continue
-        stored = f".{column}"
-        if array:
-            shapes[stored] = array[1]
-        elif kind in IMAGES:
-            images.add(stored)
-        fields.append(pa.field(stored, _array_type(*array) if array else _TYPES.get(kind, pa.binary())))
-        names.append(column)
-    label = json_form.label
-    # A key that is a column and the label, too, is there twice.
-    fields += [json_form.schema.field(key).with_name(f".{key}" if key == label else key) for key in keys]
-    fields += [json_form.schema.field(label)] if label else []
-    names += [*keys, *([json_form.name_of(label)] if label else [])]
-    form = replace(json_form, schema=pa.schema(fields), shapes=shapes, images=frozenset(images), check=options.check)
-    return _WebDatasetForm(members, keeps_all, json_form.schema, form, names)
 
 
 def _array_type(dtype: np.dtype, shape: tuple[int, ...]) -> pa.DataType:
@@ -377,14 +365,10 @@ def _rows(file: File, is_kept: Callable[[str], bool] = lambda extension: True) -
                     )
                 row[extension] = read()
             yield key, row
-        _read_end(archive)
-
-
-def _read_end(archive: tarfile.TarFile) -> None:
-    """Reads the zeros that end the archive; only at the end of the file gzip compares its checksum."""
-    while rest := cast(Any, archive.fileobj).read(1 << 20):
-        if rest.strip(b"\0"):
-            raise tarfile.ReadError("there is data after the end of the archive")
+        # Zeros end the archive; only at the end of the file gzip compares its checksum.
+        while rest := cast(Any, archive.fileobj).read(1 << 20):
+            if rest.strip(b"\0"):
+                raise tarfile.ReadError("there is data after the end of the archive")
 
 
 class _Header(tarfile.TarInfo):

@@ -95,8 +95,7 @@ def test_rows_of_an_earlier_ingest_count_and_took_no_time(monkeypatch: pytest.Mo
     split = SimpleNamespace(input_split=SimpleNamespace(rows=500))
     monkeypatch.setattr(command, "InputSplitTask", SimpleNamespace)
     stage = command._Stage(write_input_split, [split, split])
-    sources.ROWS_READ.add_stored(500)
-    sources.ROWS_READ.add(100)
+    sources.ROWS_READ.add(100, stored=500)
     now[0] = 110.0
     assert stage.line() == "Reading rows: 600 of 1,000 (60%), 10 rows/s, 40 s left"
 

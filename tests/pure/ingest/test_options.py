@@ -10,7 +10,7 @@ import pytest
 
 from ray_app.config.rules import Rule, find_broken_rules
 from ray_app.errors import ConfigError
-from ray_app.ingest.ingest import READERS, ingest
+from ray_app.ingest.ingest import FORMATS, READERS, ingest
 from ray_app.ingest.options import RULES, FormatTraits, IngestOptions, Source
 from tests.support.ingest_sources import OBJECTS, SOURCES
 
@@ -82,6 +82,6 @@ def test_an_option_of_another_format_is_refused_with_the_formats_that_have_it(mo
     options = IngestOptions("numpy", "out", "in.npz", delimiter=";")
     with pytest.raises(ConfigError, match=r"delimiter is ';', an option only of csv; leave it out for 'numpy'\."):
         ingest(options)
-    monkeypatch.setattr(READERS["idx"], "traits", FormatTraits(options=frozenset({"delimiter"})))
+    monkeypatch.setitem(FORMATS, "idx", FormatTraits(options=frozenset({"delimiter"})))
     with pytest.raises(ConfigError, match="an option only of csv, idx"):
         ingest(options)

@@ -33,7 +33,7 @@ def statistics_of(table: pa.Table) -> dict[str, Any]:
     """Returns the statistics of a table as it is read from a file."""
     statistics = ColumnStatistics()
     statistics.add(to_plain(table))
-    return statistics.description()
+    return statistics.columns
 
 
 def write_csv(folder: Path) -> Path:
@@ -133,7 +133,7 @@ def test_statistics_do_not_depend_on_how_rows_are_divided(rows: list[tuple[Any, 
         streamed.add(part)
     whole = without_examples(statistics_of(table))
     assert without_examples(merged) == whole
-    assert without_examples(streamed.description()) == whole
+    assert without_examples(streamed.columns) == whole
 
 
 def without_examples(statistics: dict[str, Any]) -> dict[str, Any]:
