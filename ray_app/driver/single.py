@@ -40,7 +40,7 @@ def train_in_process(
     """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
     evaluation = job.evaluation if job.workers_evaluate else None
-    load_rows = partial(load_all, fetch_in_process) if job.pause_step is None else _load_for_trials
+    load_rows = partial(load_all, fetch_in_process) if job.pause_step is None else load_for_trials
     load = (lambda: load_rows(evaluation).arrays) if evaluation is not None else None
     read_cache = (lambda: load_rows(job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
@@ -56,7 +56,7 @@ _rows = dict[bytes, Decoded]()
 _MAX_SOURCES = 2
 
 
-def _load_for_trials(source: RowSource) -> Decoded:
+def load_for_trials(source: RowSource) -> Decoded:
     """Returns the decoded rows of a data set, from an earlier trial in this process if they are the same."""
     key = cloudpickle.dumps(source)
     rows = _rows.pop(key, None)

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 _POLLS_PER_INTERVAL = 10
 """Number of times that an answer is looked for while other files are looked for once: all workers wait for it."""
 _RETRY = Retry(1.0, factor=1.0, deadline_s=600.0)
-_MAX_BROKEN_GENERATIONS = 10
+MAX_BROKEN_GENERATIONS = 10
 """Number of generations that may break in a row without a finished step.
 
 If one more breaks, this worker fails, because then a lost peer is unlikely to be the cause.
@@ -129,7 +129,7 @@ class _Worker:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
                 repeated_breaks = repeated_breaks + 1 if self._state.step == broken_at_step else 0
                 broken_at_step = self._state.step
-                if not self._membership.recovers or repeated_breaks == _MAX_BROKEN_GENERATIONS:
+                if not self._membership.recovers or repeated_breaks == MAX_BROKEN_GENERATIONS:
                     raise
                 # An outage lasts from the first generation that broke at this step until a step is finished.
                 broken_since_s = broken_since_s if repeated_breaks and broken_since_s else time.time()

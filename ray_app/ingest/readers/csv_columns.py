@@ -114,7 +114,7 @@ def _find_leading_zeros(values: pa.Array, decimal: str) -> pa.Array:
 
     0x1F, which Arrow takes for a number, counts as well.
     """
-    candidates = pa.array(_may_have_leading_zeros(values, decimal))
+    candidates = pa.array(may_have_leading_zeros(values, decimal))
     return _match_candidates(values, candidates, r"^\s*[+-]?0[\dxX]")
 
 
@@ -129,7 +129,7 @@ def _match_candidates(values: pa.Array, candidates: pa.Array, pattern: str) -> p
     return pc.replace_with_mask(candidates, candidates, matches)
 
 
-def _may_have_leading_zeros(values: pa.Array, decimal: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def may_have_leading_zeros(values: pa.Array, decimal: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Returns whether the first two bytes of each value, behind a sign, allow leading zeros: booleans (rows,)."""
     _, offset_bytes, content_bytes = values.buffers()
     if not len(values) or content_bytes is None or not content_bytes.size:

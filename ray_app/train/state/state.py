@@ -259,6 +259,7 @@ class TrainingState:
         outer: The outer optimizer of `local_sgd`, which updates the parameters at the end of a round; else None.
         metric_states: The states of metrics over the rows of the epoch so far, see `Task.running_metrics`.
         sync: Moves the state between ranks.
+        placement: Says where a rank has the parameters that its optimizer updates.
     """
 
     def __init__(
@@ -273,16 +274,16 @@ class TrainingState:
         self._task = task
         self.device = device
         self._total_steps = total_steps
-        self._placement = placement or Placement()
+        self.placement = placement or Placement()
         self._has_own_update = isinstance(task, Task) and type(task).apply_gradients is not Task.apply_gradients
         self.step = NO_STATE
         self.metric_states: list[float] = []
-        self.model, self._frozen_layers = self._build_model(not self._placement.builds_anew)
-        if not self._placement.builds_anew:
+        self.model, self._frozen_layers = self._build_model(not self.placement.builds_anew)
+        if not self.placement.builds_anew:
             self.model.to(device)
-        self.master = self._placement.make_master(self.model, lambda: self._build_model()[0])
+        self.master = self.placement.make_master(self.model, lambda: self._build_model()[0])
         self._build_optimizers()
-        self.sync = self._placement.make_sync(self)
+        self.sync = self.placement.make_sync(self)
 
     def rebuild(self, prepare: Callable[[nn.Module], None], needs_values: bool) -> None:
         """Frees model and optimizers and builds them anew; `prepare` changes the new model in place before that.
@@ -311,7 +312,7 @@ class TrainingState:
             seed_init(self._config.seed, self.device)
             return make_contiguous(self._task.build_model())
 
-        model = self._placement.build_model(build, needs_values)
+        model = self.placement.build_model(build, needs_values)
         frozen = freeze_parameters(model, self._config.train.freeze or [])
         keeps_modes = isinstance(self._task, Task) and self._task.keeps_modes
         return model, [*frozen, *(layer for layer in model.modules() if keeps_modes and not layer.training)]
@@ -375,7 +376,7 @@ class TrainingState:
             with explain_constructor(f"{field}.class_path", spec.class_path, args):
                 return optimizer_class(groups, **args)
 
-        optimizer = self._placement.build_optimizer(build, make_groups, named, optimizer_class)
+        optimizer = self.placement.build_optimizer(build, make_groups, named, optimizer_class)
         check_group_options(optimizer, spec.groups or [], f"{field}.groups")
         return optimizer
 
@@ -432,7 +433,7 @@ class TrainingState:
 
     def optimizer_step(self) -> None:
         """Finishes a step: updates the parameters by their gradients, then the average, and advances the schedule."""
-        self._placement.update(self._apply_gradients)
+        self.placement.update(self._apply_gradients)
         self.advance_schedule()
         if self.scale is not None:
             self.scale.update(True)
