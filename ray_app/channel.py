@@ -134,10 +134,10 @@ def _check_length(length: int) -> None:
 
 
 class FrameReader:
-    """Cuts the bytes of a connection that does not block into frames."""
+    """Cuts the bytes of a connection that does not block into frames; `rest` has those of the incomplete one."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self.rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Takes the next received bytes and returns the data of the frames that are complete now.
@@ -145,17 +145,17 @@ class FrameReader:
         Raises:
             ValueError: A frame is too long; the connection is of no use any more.
         """
-        self._rest += data
+        self.rest += data
         frames, start = [], 0
-        while len(self._rest) - start >= _LENGTH.size:
-            [length] = _LENGTH.unpack_from(self._rest, start)
+        while len(self.rest) - start >= _LENGTH.size:
+            [length] = _LENGTH.unpack_from(self.rest, start)
             _check_length(length)
             end = start + _LENGTH.size + length
-            if len(self._rest) < end:
+            if len(self.rest) < end:
                 break
-            frames.append(bytes(self._rest[start + _LENGTH.size : end]))
+            frames.append(bytes(self.rest[start + _LENGTH.size : end]))
             start = end
-        del self._rest[:start]
+        del self.rest[:start]
         return frames
 
 

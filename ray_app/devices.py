@@ -368,7 +368,7 @@ class CudaKind(DeviceKind):
         # The benchmark chooses the fastest convolution by measuring, so the choice varies.
         torch.backends.cudnn.benchmark = False
         if deterministic:
-            _check_cublas_workspace(device)
+            check_cublas_workspace(device)
 
     def make_graph_backend(self, device: torch.device) -> GraphBackend:
         """Returns the CUDA graphs of a device."""
@@ -545,7 +545,7 @@ def query(function: Callable[..., object], *arguments: object) -> str:
         return UNKNOWN
 
 
-def _check_cublas_workspace(device: torch.device) -> None:
+def check_cublas_workspace(device: torch.device) -> None:
     """Multiplies two matrices to check that cuBLAS is deterministic.
 
     PyTorch reads `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product of a process on a GPU. If it did not name

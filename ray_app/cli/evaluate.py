@@ -84,7 +84,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     """
     paths = RunPaths(to_location(options.run))
     newest_start(paths)
-    config = _make_config(paths, options, task)
+    config = config_of_evaluation(paths, options, task)
     trained = load_trained_task(paths, config, make_stored_task(paths, config))
     data = open_evaluation_rows(trained, config)
     if options.name is None:
@@ -103,7 +103,7 @@ def evaluate_run(options: EvaluateOptions, task: ClassSpec | None, console: Cons
     return read_evaluations(paths, options.name)
 
 
-def _make_config(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
+def config_of_evaluation(paths: RunPaths, options: EvaluateOptions, task: ClassSpec | None) -> Config:
     """Returns the run's configuration with the options of the command."""
     config = read_config(paths)
     if options.name is not None and (not options.name or set(options.name) - set(_NAME_CHARS)):

@@ -431,12 +431,12 @@ def join(machines: Machines, label: str = "") -> Iterator[Group]:
     if machines.nodes == 0:
         require_token()
     token = read_token() or "" if machines.nodes == 0 else require_shared_token(machines.size)
-    with (_follow if machines.rank else _lead)(machines, token, [f"--labels={label}"] if label else []) as group:
+    with (follow if machines.rank else lead)(machines, token, [f"--labels={label}"] if label else []) as group:
         yield group
 
 
 @contextmanager
-def _lead(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
+def lead(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
     """Starts Ray's head node, and waits until all machines have joined."""
     address = socket.gethostbyname(machines.first)
     # Some machines resolve their own name to an address that others cannot reach.
@@ -472,7 +472,7 @@ def _lead(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
 
 
 @contextmanager
-def _follow(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
+def follow(machines: Machines, token: str, label: list[str]) -> Iterator[Group]:
     """Joins the cluster of the first machine."""
     deadline_s = time.monotonic() + _FORM_S
     while True:

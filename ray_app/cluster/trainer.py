@@ -199,7 +199,7 @@ def fit(args: WorkerArgs, max_workers: int, abandoned: threading.Event) -> None:
     """
     budget = FailureBudget(args.job.run_root, args.job.fence, args.job.config.failure)
     try:
-        if _can_recover_in_place(args.job.config):
+        if can_recover_in_place(args.job.config):
             try:
                 _fit_in_place(args, budget, abandoned)
                 return
@@ -217,7 +217,7 @@ def fit(args: WorkerArgs, max_workers: int, abandoned: threading.Event) -> None:
             raise
 
 
-def _can_recover_in_place(config: Config) -> bool:
+def can_recover_in_place(config: Config) -> bool:
     """Returns whether workers come and go one by one, and warns if that is not because of the configuration."""
     if config.failure.recovery == "restart":
         return False
@@ -311,7 +311,7 @@ def _open_device(config: Config) -> torch.device:
     # NCCL reads the name of its interface once in a process.
     use_interface_of_host(ray.util.get_node_ip_address())
     device = _assigned_gpu() if config.scaling.worker_gpus else HOST
-    prove_device(device, _choose_backend(config, device))
+    prove_device(device, choose_backend(config, device))
     return device
 
 
@@ -324,7 +324,7 @@ def _assigned_gpu() -> torch.device:
     return assigned_device(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
-def _choose_backend(config: Config, device: torch.device) -> Literal["auto", "gloo"]:
+def choose_backend(config: Config, device: torch.device) -> Literal["auto", "gloo"]:
     """Returns `train.backend`, or gloo for a worker without a group, or with a share or a slice of a GPU.
 
     NCCL refuses shares and slices.
@@ -360,7 +360,7 @@ def _run_worker(worker_config: dict[str, Any]) -> None:
         RendezvousHandle(args.rendezvous, ANSWER_S),
         job.plan.logical_workers,
         device,
-        _choose_backend(job.config, device),
+        choose_backend(job.config, device),
         job.paths,
         job.fence,
         fixed_workers,

@@ -123,7 +123,7 @@ class Feed:
         for stream in self._streams:
             self._advance(stream, self._window_key(cursor))
         steps = self._steps_from(cursor.step, 1 if self._uses_thread else self._block_steps)
-        self._gathered.extend(_gather(self._current_windows(), steps, self._upload))
+        self._gathered.extend(gather_steps(self._current_windows(), steps, self._upload))
 
     def _gather_ahead(self) -> None:
         """Starts gathering the epoch's steps behind the gathered ones in the thread, if their windows have been read.
@@ -137,7 +137,7 @@ class Feed:
         if steps and is_read and self._order.epoch == cursor.epoch:
             for stream in waiting:
                 self._advance(stream, window_key)
-            self._pending = self._gather_thread.submit(_gather, self._current_windows(), steps, self._upload)
+            self._pending = self._gather_thread.submit(gather_steps, self._current_windows(), steps, self._upload)
 
     def _window_key(self, cursor: Cursor) -> WindowKey:
         return cursor.epoch, cursor.step // self._plan.steps_per_window
@@ -180,7 +180,7 @@ class Feed:
             self._uses_thread = self._block_steps * step_bytes > _MIN_THREAD_BYTES
 
 
-def _gather(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
+def gather_steps(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
     """Returns the micro-batches of each step, one per window."""
     if upload is None:
         return [list(step_batches) for step_batches in zip(*(w.micro_batches(steps) for w in windows), strict=True)]

@@ -492,7 +492,7 @@ def _read_group(columns: _SharedColumns, trusted: bool, files: list[Location]) -
     facts, tails = [], list[bytes]()
     for file in files:
         with _as_parquet(file):
-            tails.append(_tail(file))
+            tails.append(read_tail(file))
     if not trusted:
         check_footers(files, tails)
     for file, tail in zip(files, tails, strict=True):
@@ -501,20 +501,20 @@ def _read_group(columns: _SharedColumns, trusted: bool, files: list[Location]) -
             footer = parquet_file.metadata
             # The schema comes from the file: `footer.schema` would make the footer refer to itself and stay in memory.
             indices = columns.leaf_indices(file, footer, partial(getattr, parquet_file, "schema_arrow"))
-            facts.append(_file_facts(footer, indices))
+            facts.append(file_facts(footer, indices))
     return facts
 
 
 def _schema_of(file: Location) -> pa.Schema:
     with _as_parquet(file):
-        return pq.ParquetFile(pa.BufferReader(_tail(file))).schema_arrow
+        return pq.ParquetFile(pa.BufferReader(read_tail(file))).schema_arrow
 
 
 def _as_parquet(file: Location) -> Any:
     return parser_errors(file, "The file cannot be read as Parquet; remove it or ingest the data again.")
 
 
-def _tail(file: Location) -> bytes:
+def read_tail(file: Location) -> bytes:
     """Returns the end of a Parquet file from its footer on, in a bucket of a listed file by one request."""
     if not isinstance(file, Path):
         reader = ObjectReader(file)
@@ -544,7 +544,8 @@ def _version(file: Location) -> str:
     return f"{stat.st_size}-{stat.st_mtime_ns}"
 
 
-def _file_facts(footer: pq.FileMetaData, indices: list[int | None]) -> _FileFacts:
+def file_facts(footer: pq.FileMetaData, indices: list[int | None]) -> _FileFacts:
+    """Returns the facts of a file; `indices` has the column with each statistic, or None if there is none."""
     groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
     rows = [group.num_rows for group in groups]
     filled = [(group, group_rows) for group, group_rows in zip(groups, rows, strict=True) if group_rows]

@@ -203,7 +203,7 @@ def find_longest_row(
                 # A batch is limited in bytes, too, so that the first one does not take long where rows are large.
                 batch_rows = min(_MAX_ROWS, file.rows_within(index, columns, _BATCH_BYTES))
                 for rows in file.iter_batches(index, columns, batch_rows):
-                    lengths = _lengths(rows)
+                    lengths = row_lengths(rows)
                     if not has_warned and lengths.max() > max_length:
                         has_warned = True
                         logger.warning(
@@ -226,7 +226,7 @@ def find_longest_row(
     return longest_row
 
 
-def _lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
+def row_lengths(rows: pa.Table) -> npt.NDArray[np.int64]:
     """Returns how many numbers the lists of each row hold, shape (rows,), without lists of lists, such as boxes."""
     total = np.zeros(rows.num_rows, np.int64)
     for values in rows.columns:

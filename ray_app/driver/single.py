@@ -38,7 +38,7 @@ def train_in_process(
         answers: Lets code intervene between two epochs.
     """
     device = accelerator().device(0) if job.config.scaling.worker_gpus else HOST
-    load_rows = load_in_process if job.pause_step is None else _load_for_trials
+    load_rows = load_in_process if job.pause_step is None else load_for_trials
     read_cache = (lambda: load_rows(job.source)) if job.config.data.cache == "memory" else None
     windows = WindowSource(fetch_in_process, read_cache)
     with restore_process_state():
@@ -53,7 +53,7 @@ _rows = dict[bytes, Decoded]()
 _MAX_SOURCES = 2
 
 
-def _load_for_trials(source: RowSource) -> Decoded:
+def load_for_trials(source: RowSource) -> Decoded:
     """Returns the decoded rows of a data set, from an earlier trial in this process if they are the same."""
     key = cloudpickle.dumps(source)
     rows = _rows.pop(key, None)

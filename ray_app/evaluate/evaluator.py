@@ -66,6 +66,10 @@ class Evaluator:
         when_orphaned: Called with the run's directory when the driver is gone and everything is evaluated, and again if
             it raises `RunHeldError` or `OSError`. Without it the driver is not watched, and the evaluator ends with the
             driver.
+
+    Attributes:
+        stopped: Is set when the evaluator ends.
+        driver: The state of the driver's lease, as `LeaseWatch.poll` returns it.
     """
 
     def __init__(
@@ -80,9 +84,8 @@ class Evaluator:
         register_run_secrets(job.paths.config)
         self._store = CheckpointStore(job.paths)
         self._pending_events = PendingEvents(job.paths)
-        self._stopped = threading.Event()
-        # The state of the driver's lease, as `LeaseWatch.look` returns it.
-        self._driver = "held"
+        self.stopped = threading.Event()
+        self.driver = "held"
         self._error: DataError | str | None = None
         self._is_start_recorded = False
         self._actor, name = _this_actor(), job.name or "evaluator"
@@ -105,7 +108,7 @@ class Evaluator:
 
     def stop(self) -> None:
         """Ends the evaluator after the present evaluation."""
-        self._stopped.set()
+        self.stopped.set()
         for thread in self._threads:
             thread.join()
         self._pending_events.flush()
@@ -148,9 +151,9 @@ class Evaluator:
     def _follow(self) -> None:
         self._scorer.use_device()
         poll_s = wait_s = poll_interval_s(self._job.paths.root)
-        while not self._stopped.is_set():
+        while not self.stopped.is_set():
             try:
-                if self._driver == "superseded":
+                if self.driver == "superseded":
                     return self._leave()
                 self._pending_events.flush()
                 # After a failure only the end of the driver is waited for.
@@ -160,7 +163,7 @@ class Evaluator:
                     self._put_pin(waiting[0].step - 1)
                     self._evaluate(waiting[0], len(waiting) - 1)
                     wait_s = 0.0
-                elif self._driver == "over":
+                elif self.driver == "over":
                     return self._end_of_driver()
                 else:
                     wait_s = poll_s
@@ -178,12 +181,12 @@ class Evaluator:
                 self._error = (
                     cause if isinstance(cause, DataError) and is_refusal(cause) else f"{type(cause).__name__}: {cause}"
                 )
-            self._stopped.wait(wait_s)
+            self.stopped.wait(wait_s)
         return None
 
     def _renew(self) -> None:
         """Keeps the pin alive, however long one evaluation takes."""
-        while not self._stopped.wait(PIN_LIFE_S / 25):
+        while not self.stopped.wait(PIN_LIFE_S / 25):
             try:
                 self._put_pin(self._done_step)
             except OSError as error:
@@ -192,7 +195,7 @@ class Evaluator:
     def _watch(self) -> None:
         """Watches whether the driver that started this evaluator lives, also after it seemed to be gone."""
         job, observer = self._job, LeaseWatch(self._job.paths, self._job.fence)
-        while not self._stopped.wait(LIFE_S / _CHECKS_PER_LEASE):
+        while not self.stopped.wait(LIFE_S / _CHECKS_PER_LEASE):
             try:
                 lease_state = observer.poll()
                 if lease_state == "superseded" and not is_taken_over(job.paths, job.fence):
@@ -200,7 +203,7 @@ class Evaluator:
             except OSError as error:
                 logger.warning("The driver's lease could not be read, trying again: %s", error)
                 continue
-            self._driver = lease_state
+            self.driver = lease_state
 
     def _end_of_driver(self) -> None:
         assert self._when_orphaned is not None
@@ -215,7 +218,7 @@ class Evaluator:
 
     def _leave(self) -> None:
         """Ends this actor for good, because no other process ends a detached actor."""
-        self._stopped.set()
+        self.stopped.set()
         if self._output is not None:
             self._output.close()
         if self._actor is not None:

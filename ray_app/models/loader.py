@@ -382,7 +382,7 @@ def _find_code(value: Any, key: str = "") -> Iterator[str]:
     """Yields what torch would execute of a program in JSON besides operators on tensors and sizes."""
     if isinstance(value, dict):
         if key == "range_constraints":
-            yield from (f"the size {name[:80]!r}" for name in value if not _is_size(name))
+            yield from (f"the size {name[:80]!r}" for name in value if not is_size(name))
         else:
             yield from (f"the name {name[:80]!r}" for name in value if not _QUOTABLE.fullmatch(name))
         for name, inner in value.items():
@@ -391,21 +391,21 @@ def _find_code(value: Any, key: str = "") -> Iterator[str]:
         for inner in value:
             yield from _find_code(inner, key)
     elif isinstance(value, str):
-        if key == "expr_str" and not _is_size(value):
+        if key == "expr_str" and not is_size(value):
             yield f"the size {value[:80]!r}"
-        elif key == "guards_code" and not _is_size(
+        elif key == "guards_code" and not is_size(
             re.sub(r"L\['\w+'\](\[('\w+'|\d+)\])*\.size\(\)\[\d+\]", "s0", value)
         ):
             yield f"the check {value[:80]!r}"
         elif key in ("target", "as_operator") and not _ALLOWED_OPERATOR.fullmatch(value):
             yield f"the operator {value[:80]!r}"
-        elif key in ("in_spec", "out_spec") and not _is_nesting(value):
+        elif key in ("in_spec", "out_spec") and not is_nesting(value):
             yield f"the structure {value[:80]!r}"
         elif not _OTHER_TEXTS.fullmatch(key) and not (_NAME if key in _NAMES else _QUOTABLE).fullmatch(value):
             yield f"the name {value[:80]!r}"
 
 
-def _is_nesting(text: str) -> bool:
+def is_nesting(text: str) -> bool:
     """Whether a text describes only a nesting of arguments or results in plain containers, with plain names."""
     try:
         _, root = json.loads(text)
@@ -427,7 +427,7 @@ def _is_nesting(text: str) -> bool:
     return True
 
 
-def _is_size(text: str) -> bool:
+def is_size(text: str) -> bool:
     """Whether a text is only an expression of sizes, such as `Mul(Integer(2), Symbol('s0', positive=True))`."""
     try:
         nodes = list(ast.walk(ast.parse(text, mode="eval")))

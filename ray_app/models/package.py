@@ -247,7 +247,7 @@ def write_files(task: Task, model: nn.Module, rows: Arrays, folder: Path, tokeni
             state = {name: values.detach().clone().contiguous() for name, values in model.state_dict().items()}
             (data / loader.WEIGHTS).write_bytes(safetensors.torch.save(state))
             libraries = write(served, inputs, data, code, ragged)
-            outputs = _compare_outputs(served, inputs, data)
+            outputs = compare_outputs(served, inputs, data)
         except Exception as error:
             # torch.export raises errors of any type.
             refused.append(f"{name}: {type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
@@ -406,7 +406,7 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
+def compare_outputs(served: loader.Served, inputs: dict[str, npt.NDArray], data: Path) -> Literal["equal", "close"]:
     """Loads the written model as a user would, and compares its outputs with the trained model's."""
     loaded = loader.load(data, trust=True)
     equal = True

@@ -161,7 +161,7 @@ class PredictActor:
                     f"Task.predictions returned {len(values)} values of {name!r} for {table.num_rows} rows; return one"
                     " per row."
                 )
-            if (row := _find_non_finite_row(values)) is not None:
+            if (row := find_non_finite_row(values)) is not None:
                 raise _bad_row(spec, row, f"its prediction {name!r} is NaN or infinite")
         return whole
 
@@ -183,12 +183,12 @@ def _find_bad_output(outputs: Any, rows: Mapping[str, Field], count: int) -> tup
             bad |= ~values.reshape(count, -1).isfinite().all(1).numpy()
     for row in np.flatnonzero(bad).tolist():
         for name, field in rows.items():
-            if _find_non_finite_row(field[row : row + 1]) is not None:
+            if find_non_finite_row(field[row : row + 1]) is not None:
                 return int(row), name
     return None
 
 
-def _find_non_finite_row(values: Field) -> int | None:
+def find_non_finite_row(values: Field) -> int | None:
     """Returns the first row with a NaN or infinite value, None if there is none."""
     numbers = values.values if isinstance(values, Ragged) else values
     if numbers.dtype.kind != "f" or (finite := np.isfinite(numbers).all(tuple(range(1, numbers.ndim)))).all():

@@ -134,7 +134,7 @@ def prepare_prediction(config: Config, section: PredictSection) -> PreparedPredi
     model.load(HOST)
     dataset = open_dataset(section.data, model.task.data_schema.get("classes"))
     refuse_other_data(model.task, dataset.facts, f"predict.data {section.data}", "the training data of the model")
-    reader, carried = _make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
+    reader, carried = make_reader(dataset, model.task), _carried_columns(dataset, section.columns)
     if section.coco:
         read_categories(section.coco)
         if "image_id" not in dataset.facts.columns:
@@ -288,7 +288,8 @@ def _check_section(section: PredictSection) -> None:
     refuse(problems, "prediction")
 
 
-def _make_reader(dataset: Dataset, task: Task) -> Reader:
+def make_reader(dataset: Dataset, task: Task) -> Reader:
+    """Returns the reader of a task's inputs; raises DataError if the data lacks them."""
     decode = WithoutTargets(task)
     columns = decode.columns
     missing = [name for name in columns if name not in dataset.facts.columns]
@@ -298,11 +299,11 @@ def _make_reader(dataset: Dataset, task: Task) -> Reader:
             f" its columns are {', '.join(sorted(dataset.facts.columns))}. Ingest it like the training data."
         )
     if type(task).decode.__module__.startswith(f"{Task.__module__.rpartition('.')[0]}."):
-        _refuse_missing(dataset, columns)
+        refuse_missing_values(dataset, columns)
     return Reader(dataset.root, columns, decode, probe(dataset, columns, decode), rules=dataset.manifest.rules)
 
 
-def _refuse_missing(dataset: Dataset, columns: list[str]) -> None:
+def refuse_missing_values(dataset: Dataset, columns: list[str]) -> None:
     """Refuses columns with missing values, which the tasks of this application do not support."""
     required = (name for name in columns if not isinstance(name, OptionalColumn))
     lacking = [name for name in required if dataset.facts.columns[name].nulls]

@@ -251,7 +251,7 @@ def measure_reading(context: PreflightContext) -> None:
     for _ in range(_TIMED_ROWS):
         task.decode_training(rows, keys)
     decode_s = (time.thread_time() - began_s) / (_TIMED_ROWS * len(keys))
-    step_s = _BACKWARD_FACTOR * _seconds_per_row(context, context.rows, evaluates=False)
+    step_s = _BACKWARD_FACTOR * seconds_per_row(context, context.rows, evaluates=False)
     gpu_rows = config.scaling.worker_gpus * _MAX_GPU_SPEEDUP / step_s
     launched_rows = config.data.global_batch_size / config.scaling.worker_limit / _MIN_STEP_S
     context.reading_rates = ReadingRates(decode_s, min(gpu_rows, launched_rows))
@@ -269,10 +269,10 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
     worker_speed = _GPU_SPEEDUP * scaling.worker_gpus or scaling.threads_per_worker
     train_speed = worker_speed * scaling.worker_limit
     actor_speed = section.workers * (_GPU_SPEEDUP * section.num_gpus or section.threads)
-    evaluation_s = rows * _seconds_per_row(context, context.eval_rows, evaluates=True)
+    evaluation_s = rows * seconds_per_row(context, context.eval_rows, evaluates=True)
     evaluation_s /= train_speed if job.workers_evaluate else actor_speed
     training_s = _BACKWARD_FACTOR * steps * config.data.global_batch_size / train_speed
-    training_s *= _seconds_per_row(context, context.rows, evaluates=False)
+    training_s *= seconds_per_row(context, context.rows, evaluates=False)
     if evaluation_s < max(training_s, _MIN_EVALUATION_S):
         return []
     effect = "training waits for it" if job.workers_evaluate else "the evaluator falls behind, and the end waits for it"
@@ -285,7 +285,7 @@ def check_evaluation_time(context: PreflightContext) -> list[str]:
     ]
 
 
-def _seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -> float:
+def seconds_per_row(context: PreflightContext, rows: Arrays, evaluates: bool) -> float:
     """Returns the CPU time of the forward of a row, from that of the first row, `_TIMED_ROWS` times.
 
     On a machine that other programs load, the wall time of so few rows says nothing.

@@ -157,7 +157,7 @@ class Sandbox:
                 pipe.close()
 
 
-_TRUNCATE_INTERVAL_S, _MAX_OUTPUT_BYTES = 0.1, 1 << 20
+_TRUNCATE_INTERVAL_S, MAX_OUTPUT_BYTES = 0.1, 1 << 20
 
 
 def run_call(path: Path) -> None:
@@ -192,7 +192,7 @@ def _truncate_output() -> None:
     """Truncates long output now and then: only its end is shown, and it must not fill the disk."""
     while True:
         time.sleep(_TRUNCATE_INTERVAL_S)
-        if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
+        if os.fstat(1).st_size > MAX_OUTPUT_BYTES:
             os.ftruncate(1, 0)
 
 

@@ -240,6 +240,9 @@ class BucketedReducer(GradientReducer):
         reduction: How the gradients are added, see the docstring of the module.
         bucket_mb: Maximum size of a bucket in MiB; None for the default where the buckets are. Large buckets are sent
             late. The tree adds element by element, so the result of `exact` does not depend on this size.
+
+    Attributes:
+        buckets: The buckets in the order in which backward completes them; none for a single logical worker.
     """
 
     def __init__(
@@ -256,10 +259,10 @@ class BucketedReducer(GradientReducer):
         self._has_one_term = world.logical_workers == 1
         self._stages = list(zip(world.stages, world.groups, strict=True))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        sizes_mb = (bucket_mb, bucket_mb) if bucket_mb else _default_sizes_mb(next(model.parameters()).device, world)
+        sizes_mb = (bucket_mb, bucket_mb) if bucket_mb else default_sizes_mb(next(model.parameters()).device, world)
         max_bytes = [int(size_mb * _MEBI) for size_mb in sizes_mb]
-        buckets = [] if self._has_one_term else _split_into_buckets(self._parameters, *max_bytes)
-        self._buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
+        buckets = [] if self._has_one_term else split_into_buckets(self._parameters, *max_bytes)
+        self.buckets = [Bucket(parameters, world, number) for number, parameters in enumerate(buckets)]
         self._last_logical_worker = world.assigned[-1]
         # The hooks count gradients only during the backward of the rank's last logical worker.
         self._listening = False
@@ -269,7 +272,7 @@ class BucketedReducer(GradientReducer):
         self._executor = InlineExecutor()
         if world.has_device_collectives:
             self._executor = StreamExecutor(device)
-        elif self._exact and all(bucket.is_direct for bucket in self._buckets):
+        elif self._exact and all(bucket.is_direct for bucket in self.buckets):
             # Only `exact` has additions between its transfers, which a thread can do during backward. The thread may
             # send buckets in another order than the threads of other ranks, which direct transports allow.
             self._executor = ThreadExecutor(device)
@@ -279,7 +282,7 @@ class BucketedReducer(GradientReducer):
         self._checksums: dict[int, list[Tensor]] = {}
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._hook(bucket))
-            for bucket in self._buckets
+            for bucket in self.buckets
             for p in bucket.parameters
         ]
 
@@ -340,16 +343,16 @@ class BucketedReducer(GradientReducer):
             [term] = values.values()
             return [value.clone() for value in term]
         self._reset()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for logical_worker, tensors in values.items():
                 by_parameter = dict(zip(self._parameters, tensors, strict=True))
                 bucket.add_leaf(logical_worker, [by_parameter[p] for p in bucket.parameters])
         if self._world.size > 1:
             with self._launch_guard():
-                for bucket in self._buckets:
+                for bucket in self.buckets:
                     self._send(bucket)
                 self._executor.drain()
-        totals = {p: total for b in self._buckets for p, total in zip(b.parameters, b.totals(), strict=True)}
+        totals = {p: total for b in self.buckets for p, total in zip(b.parameters, b.totals(), strict=True)}
         return [totals[p].clone() for p in self._parameters]
 
     def _begin(self, logical_worker: int) -> None:
@@ -364,7 +367,7 @@ class BucketedReducer(GradientReducer):
     def _end(self, logical_worker: int) -> None:
         """Collects the gradients of a logical worker, except for the rank's last one, see `_launch_ready`."""
         if logical_worker != self._last_logical_worker:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 if logical_worker in self._watched:
                     self._checksums[logical_worker] += self._checksums_of(bucket.parameters)
                 bucket.take_gradients(logical_worker)
@@ -410,21 +413,21 @@ class BucketedReducer(GradientReducer):
         for p in self._parameters:
             p.grad = None
         self._next_bucket = 0
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.missing = set(bucket.parameters)
             bucket.reset()
 
     def launch(self) -> None:
         """See `GradientReducer.launch`."""
         # A parameter without a gradient is unused, and `Bucket.take_gradients` adds zeros for it.
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.missing = set()
         self._launch_ready()
 
     def _launch_ready(self) -> None:
         """Collects and sends the buckets with complete gradients, up to the first bucket that lacks one."""
-        while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].missing:
-            bucket = self._buckets[self._next_bucket]
+        while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
+            bucket = self.buckets[self._next_bucket]
             self._next_bucket += 1
             if self._last_logical_worker in self._watched:
                 self._checksums[self._last_logical_worker] += self._checksums_of(bucket.parameters)
@@ -435,8 +438,8 @@ class BucketedReducer(GradientReducer):
 
     def _send(self, bucket: Bucket) -> None:
         """Starts reducing a bucket."""
-        pipeline = self._reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
-        self._executor.start(pipeline, is_last=bucket is self._buckets[-1])
+        pipeline = self.reduce_exactly(bucket) if self._exact else self._reduce_overlapped(bucket)
+        self._executor.start(pipeline, is_last=bucket is self.buckets[-1])
 
     def _reduce_overlapped(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket by one all-reduce; yields after its start."""
@@ -450,7 +453,7 @@ class BucketedReducer(GradientReducer):
         yield bucket
         work.wait()
 
-    def _reduce_exactly(self, bucket: Bucket) -> Iterator[Bucket]:
+    def reduce_exactly(self, bucket: Bucket) -> Iterator[Bucket]:
         """Reduces a bucket in the tree; yields after the start of each transfer.
 
         It scatters and adds from the first stage to the last, and then gathers from the last stage to the first.
@@ -481,7 +484,7 @@ class BucketedReducer(GradientReducer):
         if self._world.size > 1:
             with self._launch_guard():
                 self._executor.drain()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             totals = bucket.totals() if bucket.copies_to_host else bucket.views
             for p, total in zip(bucket.parameters, totals, strict=True):
                 p.grad = total
@@ -503,14 +506,14 @@ class BucketedReducer(GradientReducer):
             p.grad = None
 
 
-def _default_sizes_mb(device: torch.device, world: World) -> tuple[float, float]:
+def default_sizes_mb(device: torch.device, world: World) -> tuple[float, float]:
     """Returns the default sizes of the first bucket and of the others, for parameters on a device."""
     if kind_of(_memory_of_buckets(device, world)).is_host:
         return _HOST_BUCKET_MB, _HOST_BUCKET_MB
     return _FIRST_BUCKET_MB, _DEVICE_BUCKET_MB
 
 
-def _split_into_buckets(parameters: list[nn.Parameter], first_bytes: int, max_bytes: int) -> list[list[nn.Parameter]]:
+def split_into_buckets(parameters: list[nn.Parameter], first_bytes: int, max_bytes: int) -> list[list[nn.Parameter]]:
     """Returns the parameters of each bucket, in about the order in which backward reaches them.
 
     A bucket has parameters of one dtype, and at most `max_bytes`, the first one at most `first_bytes`, unless it is a

@@ -52,7 +52,7 @@ class _Signature:
     def head(self, sender: int, body: bytes) -> Tensor:
         """Returns the head of a message."""
         content = _CONTENT.pack(len(body), hashlib.sha256(body).digest())
-        return _to_tensor(content + self._hmac(sender, content))
+        return to_padded_tensor(content + self._hmac(sender, content))
 
     def read_head(self, sender: int, head: Tensor) -> tuple[int, bytes]:
         """Returns length and SHA-256 of the body of a message.
@@ -90,7 +90,7 @@ class _Signature:
         )
 
 
-class _Session:
+class Session:
     """The messages of this process in one generation."""
 
     def __init__(self, generation: int, rank: int, key: str) -> None:
@@ -104,7 +104,7 @@ class _Session:
         return _Signature(self._key, f"generation {self._generation}, {purpose} {self._counts[purpose]}")
 
 
-_session: _Session | None = None
+_session: Session | None = None
 """The session of this process; like torch's default group, there is one at a time."""
 
 
@@ -118,10 +118,10 @@ def open_session(generation: int, rank: int, key: str) -> None:
     """
     global _session
     # An empty key would prove nothing.
-    _session = _Session(generation, rank, key) if key else None
+    _session = Session(generation, rank, key) if key else None
 
 
-def _open_session() -> _Session:
+def _open_session() -> Session:
     if _session is None:
         raise RuntimeError("This process group was formed without a key, so its ranks cannot send each other values.")
     return _session
@@ -142,7 +142,7 @@ def gather(value: T, world: World) -> list[T]:
         heads = _gather_tensors(signature.head(session.rank, body), world.size)
         contents = [signature.read_head(rank, head) for rank, head in enumerate(heads)]
         max_length = max(length for length, _ in contents)
-        bodies = _gather_tensors(_to_tensor(body, max_length), world.size)
+        bodies = _gather_tensors(to_padded_tensor(body, max_length), world.size)
     return [signature.load(rank, bodies[rank][:length], digest) for rank, (length, digest) in enumerate(contents)]
 
 
@@ -168,7 +168,7 @@ def broadcast(value: T, source: int, world: World) -> T:
     if world.rank == source:
         body = pickle.dumps(value)
         with collective():
-            for part in (signature.head(source, body), _to_tensor(body)):
+            for part in (signature.head(source, body), to_padded_tensor(body)):
                 dist.broadcast(part, source)
         return value
     with collective():
@@ -180,7 +180,7 @@ def start_send_value(value: Any, peer: int) -> list[P2PWork]:
     """Starts to send a value to a rank, see `transport.start_send`; it is pickled before the call returns."""
     session, body = _open_session(), pickle.dumps(value)
     head = session.sign(f"message from {session.rank} to {peer}").head(session.rank, body)
-    return [start_send(head, peer), start_send(_to_tensor(body), peer)]
+    return [start_send(head, peer), start_send(to_padded_tensor(body), peer)]
 
 
 def receive_value(peer: int) -> Any:
@@ -204,7 +204,7 @@ def _receive(signature: _Signature, sender: int, fill: Callable[[Tensor], object
     return signature.load(sender, body, digest)
 
 
-def _to_tensor(data: bytes, length: int = 0) -> Tensor:
+def to_padded_tensor(data: bytes, length: int = 0) -> Tensor:
     """Returns the bytes, with zeros up to a length."""
     tensor = torch.zeros(max(length, len(data)), dtype=torch.uint8)
     tensor.numpy()[: len(data)] = np.frombuffer(data, np.uint8)

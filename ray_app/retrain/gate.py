@@ -131,7 +131,7 @@ def compare_models(
     low, high = np.quantile(gains, [(1 - section.confidence) / 2, (1 + section.confidence) / 2]).tolist()
     recalls = {
         task.classes[i]: recall
-        for i, recall in _compare_recalls(challenger, champion, counts, section).items()
+        for i, recall in compare_recalls(challenger, champion, counts, section).items()
         if i < len(task.classes)
     }
     gain = sign * (scores.values[metric] - champion_scores.values[metric])
@@ -181,7 +181,7 @@ def decide_promotion(figures: GateFigures, section: RetrainSection) -> Decision:
     return Decision(not problems, "; ".join([summary, *problems]))
 
 
-def _compare_recalls(
+def compare_recalls(
     challenger: Sequence[Chunk], champion: Sequence[Chunk], counts: npt.NDArray[np.int64], section: RetrainSection
 ) -> dict[int, ClassRecall]:
     """Returns the recalls of the classes with enough rows, by class number, from the states of the guard metric.
@@ -287,7 +287,7 @@ def _score_all(
         chunk_rows = -(-rows // request.blocks) if request.blocks else None
         scored = {}
         for name, files in request.models.items():
-            package = _Package(name, files, task)
+            package = PackageFiles(name, files, task)
             predict, source = package.load(device), package.source(request.source)
             arrays = shared if source is request.source else _read_arrays(source, request)
             if not set(package.inputs) <= arrays.keys():
@@ -308,20 +308,20 @@ def _score_all(
                 chunk_rows=chunk_rows,
                 fixed=section.fixed_batches,
                 keep=metrics,
-                forward=partial(_predict, predict),
+                forward=partial(predict_without_losses, predict),
             )
             scored[name] = list(chunks)
         results.append(scored)
     return results
 
 
-def _predict(predict: Predict, losses: nn.Module, batch: Batch) -> Any:
+def predict_without_losses(predict: Predict, losses: nn.Module, batch: Batch) -> Any:
     """Returns the outputs of a package for a batch; the module in the place of its model has the loss alone."""
     del losses
     return predict(batch)
 
 
-class _Package:
+class PackageFiles:
     """The files of a package, of which the code is that of the configured task.
 
     Args:
@@ -334,7 +334,8 @@ class _Package:
         self._described = json.loads(files[loader.DESCRIPTION])
         self.inputs: list[str] = [spec["name"] for spec in self._described["inputs"]]
 
-    def _restore(self) -> Task:
+    def restore(self) -> Task:
+        """Returns the task with the settings of the package."""
         return self._task.restore(self._described["task"]["settings"], f"The package of the {self._called}")
 
     def source(self, source: RowSource) -> RowSource:
@@ -342,7 +343,7 @@ class _Package:
         settings = self._described["task"]["settings"] or {}
         if not self._task.fitted or settings.get("fitted") in (None, self._task.fitted):
             return source
-        other = self._restore()
+        other = self.restore()
         fields = probe(open_dataset(source.reader.root), other.columns(), other.decode)
         reader = replace(source.reader, columns=other.columns(), decode=other.decode, fields=fields)
         return replace(source, reader=reader)
@@ -360,7 +361,7 @@ class _Package:
                 f" installed {class_path(self._task)}, so its model cannot be rebuilt. Install the code of its"
                 " training, or use another tracking.registered_model."
             )
-        return Model(self._restore(), self._files[loader.WEIGHTS], None, digest).load(device)
+        return Model(self.restore(), self._files[loader.WEIGHTS], None, digest).load(device)
 
 
 def _read_arrays(source: RowSource, request: ScoringRequest) -> Arrays:

@@ -111,7 +111,7 @@ def profile_dataset(dataset: Dataset, columns: list[str], label: str | None) -> 
     rows = dataset.manifest.num_rows
     null_shares = {name: nulls[name] / rows for name in schema}
     class_rows = {str(number): count for number, count in sorted(classes.items())}
-    described = {name: _describe_column(values) for name, values in sample.items() if len(values)}
+    described = {name: describe_column(values) for name, values in sample.items() if len(values)}
     return Profile(rows, schema, null_shares, class_rows, described), sample
 
 
@@ -122,12 +122,12 @@ def psi(values: npt.NDArray[np.float64], reference: Column) -> float:
     shares = np.maximum(_bin_shares(values, reference.edges), _SMALLEST_SHARE)
     reference_shares = np.maximum(reference.shares, _SMALLEST_SHARE)
     index = float(((shares - reference_shares) * np.log(shares / reference_shares)).sum())
-    deviation = _chi_squared_quantile(len(reference_shares) - 1)
+    deviation = chi_squared_quantile(len(reference_shares) - 1)
     significant_index = deviation * (1 / len(values) + 1 / reference.rows)
     return index if index > significant_index else 0.0
 
 
-def _chi_squared_quantile(degrees: int) -> float:
+def chi_squared_quantile(degrees: int) -> float:
     """Returns the value that a chi-squared variable is below with the probability `_SIGNIFICANT`, to 3 %.
 
     The cube root is nearly normal: Wilson and Hilferty, "The Distribution of Chi-Square", PNAS 17 (1931).
@@ -169,7 +169,8 @@ def _numeric_values(arrow_field: pa.Field, values: pa.ChunkedArray) -> list[tupl
     return []
 
 
-def _describe_column(values: npt.NDArray[np.float64]) -> Column:
+def describe_column(values: npt.NDArray[np.float64]) -> Column:
+    """Returns the statistics of a column of numbers, with its distribution in bins."""
     edges = _bin_edges(values)
     return Column(len(values), float(values.mean()), float(values.std()), edges, _bin_shares(values, edges).tolist())
 

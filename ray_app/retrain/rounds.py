@@ -175,7 +175,7 @@ def make_inputs(config: Config, section: RetrainSection, delivery: Delivery, cha
     fields["retrain.start"] = section.start
     judging = section.acceptance_settings() | {"metric": config.evaluate.metric, "mode": config.evaluate.mode}
     judging |= {"gate": delivery.gate}
-    return Inputs(delivery.digest, digest_json(fields), _digest_code(config), digest_json(judging), champion)
+    return Inputs(delivery.digest, digest_json(fields), digest_code(config), digest_json(judging), champion)
 
 
 def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
@@ -194,7 +194,8 @@ def _digest_files(path: str, memory: Location | None) -> dict[str, str]:
     return digests
 
 
-def _digest_code(config: Config) -> str:
+def digest_code(config: Config) -> str:
+    """Returns the digest of the code of this package and of the classes in a configuration."""
     package = Path(__file__).resolve().parents[1]
     files = {str(file.relative_to(package)): file for file in package.rglob("*.py")}
     for class_path in sorted(iter_import_paths(config)):

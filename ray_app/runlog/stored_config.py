@@ -77,7 +77,7 @@ def read_code_text(file: Location) -> str:
     trusted = [Path(folder).resolve() for folder in os.environ.get(TRUSTED_RUNS, "").split(":") if folder]
     if not (is_foreign or is_open) or any(file.resolve().is_relative_to(folder) for folder in trusted):
         return text
-    if (new_file := _new_file_status(file.parent)) is not None:
+    if (new_file := new_file_status(file.parent)) is not None:
         # Some file systems give all files one owner (NFS with squashing) or one mode (SMB, exFAT, gcsfuse).
         is_foreign = is_foreign and status.st_uid != new_file.st_uid
         is_open = is_open and not new_file.st_mode & _OTHERS_WRITE
@@ -93,7 +93,7 @@ def read_code_text(file: Location) -> str:
     )
 
 
-def _new_file_status(folder: Path) -> os.stat_result | None:
+def new_file_status(folder: Path) -> os.stat_result | None:
     """Returns the status that a new file, private to this user, has in a folder; None if none can be made."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

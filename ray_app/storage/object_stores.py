@@ -349,7 +349,7 @@ class ObjectPath:
             raised += BotoCoreError, ClientError
         try:
             with _opening:
-                store = _open_store(self.scheme, self.bucket, self.query, _TIMEOUT_S * (1 + num_bytes // PART_BYTES))
+                store = open_store(self.scheme, self.bucket, self.query, _TIMEOUT_S * (1 + num_bytes // PART_BYTES))
             yield store
         except raised as error:
             if isinstance(error, OSError) and error.errno is not None:
@@ -370,7 +370,7 @@ _opening = threading.Lock()
 
 
 @functools.lru_cache(maxsize=256)
-def _open_store(scheme: str, bucket: str, query: str, timeout_s: int) -> Any:
+def open_store(scheme: str, bucket: str, query: str, timeout_s: int) -> Any:
     """Returns the store of a bucket, one per process; many threads may use it."""
     import obstore.store
 

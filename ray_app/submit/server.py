@@ -159,7 +159,7 @@ class JobServer:
         Raises:
             LostContactError: The cluster did not answer for too long.
         """
-        tail = _Tail(show)
+        tail = OutputTail(show)
         is_reported = False
         # Not `Retry`: between two failures the loop shows the output of the job, and only silence has a limit.
         while True:
@@ -195,7 +195,7 @@ class JobServer:
         return EndedJob(info.status.value, info.driver_exit_code, info.message or "", info.error_type)
 
 
-class _Tail:
+class OutputTail:
     """Shows the output of a job without repetitions, although the server always sends it from the start."""
 
     def __init__(self, show: Show) -> None:

@@ -281,7 +281,7 @@ def mix_images(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmi
         The images, float32 with `mixup`, and the targets.
     """
     pastes = uniform(keys, _KIND) < (0.5 if mixup and cutmix else 1.0 if cutmix else 0.0)
-    share = torch.where(pastes, _draw_beta(keys, cutmix), _draw_beta(keys, mixup))
+    share = torch.where(pastes, draw_beta(keys, cutmix), draw_beta(keys, mixup))
     lines, columns, pasted = _draw_rectangles(keys, share, images.shape[-2], images.shape[-1])
     kept = torch.where(pastes, 1 - pasted, share).to(torch.float32)
     kept, pastes, lines, columns = (to_device(values, images.device) for values in (kept, pastes, lines, columns))
@@ -293,7 +293,7 @@ def mix_images(images: Tensor, target: Tensor, keys: Tensor, mixup: float, cutmi
     return mixed, target * kept[:, None] + target.roll(1, 0) * (1 - kept[:, None])
 
 
-def _draw_beta(keys: Tensor, alpha: float) -> Tensor:
+def draw_beta(keys: Tensor, alpha: float) -> Tensor:
     """Draws one number of Beta(alpha, alpha) per key, float64, shape (rows,); ones if `alpha` is 0.
 
     Method: Devroye, "Random Variate Generation in One Line of Code", Winter Simulation Conference 1996.

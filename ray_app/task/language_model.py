@@ -187,7 +187,7 @@ class CausalLanguageModel(Task):
         tokens, lengths = batch[self.tokens].long(), batch[self.tokens + LENGTHS]
         outputs = _call(model, tokens, lengths)
         logits = _logits(outputs, tokens)
-        computed = {"logits": logits, **_row_losses(_token_losses(logits, tokens[:, 1:]), lengths)}
+        computed = {"logits": logits, **_row_losses(token_losses(logits, tokens[:, 1:]), lengths)}
         if model.training and (auxiliary := _auxiliary_loss(model, outputs)) is not None:
             computed["aux_loss"] = auxiliary
         return computed
@@ -239,7 +239,7 @@ class CausalLanguageModel(Task):
         logits = model(
             input_ids=packed.tokens, attention_mask=packed.mask, position_ids=packed.positions, use_cache=False
         ).logits
-        losses = functional.pad(_token_losses(logits, packed.tokens[:, 1:]), (0, 1))
+        losses = functional.pad(token_losses(logits, packed.tokens[:, 1:]), (0, 1))
         return _row_losses(losses.flatten()[packed.indices[:, : tokens.shape[1] - 1]], lengths)
 
     def training_loss(self, model: nn.Module, batch: Batch) -> Losses:
@@ -342,7 +342,7 @@ def _is_of_transformers(model: Any) -> bool:
     return hasattr(model, "save_pretrained")
 
 
-def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """Returns the cross-entropy of each label, (rows, labels), from the scores at its position.
 
     Many scores are processed in parts, and a part again in backward, so that no copy of all scores in float32 exists:

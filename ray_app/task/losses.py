@@ -266,15 +266,16 @@ def join_values(tensors: Sequence[Tensor]) -> Tensor:
 
 def _read_values(tensors: list[Tensor]) -> list[float]:
     """Returns all values of some tensors, read from a device in one transfer."""
-    are_on_host = _are_on_host(tensors)
-    if len(tensors) <= (_MAX_SEPARATE_READS if are_on_host else 1):
+    needs_no_transfer = are_on_host(tensors)
+    if len(tensors) <= (_MAX_SEPARATE_READS if needs_no_transfer else 1):
         return [value for tensor in tensors for value in (tensor.tolist() if tensor.ndim else (tensor.item(),))]
-    if not are_on_host:
+    if not needs_no_transfer:
         return join_values(tensors).tolist()
     return (torch.stack if {tensor.ndim for tensor in tensors} == {0} else torch.hstack)(tensors).tolist()
 
 
-def _are_on_host(tensors: list[Tensor]) -> bool:
+def are_on_host(tensors: list[Tensor]) -> bool:
+    """Returns whether tensors of one device are in the memory of the host."""
     return not tensors or KINDS[tensors[0].device.type].is_host
 
 

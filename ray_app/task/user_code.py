@@ -21,7 +21,7 @@ _APPLICATION = Path(__file__).parents[1]
 _TASKS = Path(__file__).parent
 # Modules of `task` that only call user code; the others are tasks, which count as user code.
 _MACHINERY_MODULES = ("base", "user_code", "metrics", "metric_classes", "whole_batches", "lightning", "user_loop")
-_MACHINERY = (
+MACHINERY = (
     *(_TASKS / f"{name}.py" for name in _MACHINERY_MODULES),
     *sorted((_TASKS / "keras").glob("*.py")),
 )
@@ -147,7 +147,7 @@ def _library_of(filename: str) -> str | None:
     """Returns the name of the library that a file belongs to, None for a file of `is_user_code`."""
     path = Path(filename)
     if path.is_relative_to(_APPLICATION):
-        return None if path.is_relative_to(_TASKS) and path not in _MACHINERY else _APPLICATION.name
+        return None if path.is_relative_to(_TASKS) and path not in MACHINERY else _APPLICATION.name
     folder = next((name for name in ("site-packages", "dist-packages") if name in path.parts[:-1]), None)
     if folder is not None:
         return path.parts[path.parts.index(folder) + 1].removesuffix(".py")

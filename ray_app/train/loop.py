@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _POLLS_PER_INTERVAL = 10
 """Number of times that an answer is looked for while other files are looked for once: all workers wait for it."""
 _RETRY = Retry(1.0, factor=1.0, deadline_s=600.0)
-_MAX_BROKEN_GENERATIONS = 10
+MAX_BROKEN_GENERATIONS = 10
 """Number of generations that may break in a row without a finished step.
 
 If one more breaks, this worker fails, because then a lost peer is unlikely to be the cause.
@@ -127,7 +127,7 @@ class _Worker:
                 outage.since_s = None
             except PeerLostError as error:
                 # With local SGD the steps since the last average are repeated, so only `state.step` shows progress.
-                if outage.add_break(self._state.step) > _MAX_BROKEN_GENERATIONS or not self._membership.recovers:
+                if outage.add_break(self._state.step) > MAX_BROKEN_GENERATIONS or not self._membership.recovers:
                     raise
                 logger.warning("Generation broken at step %d, forming another: %s", self._finished_steps, error)
                 continue

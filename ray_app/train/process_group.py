@@ -68,11 +68,13 @@ class ProcessGroup:
         self._sockets: list[tuple[int, str]] | None = None
         self.has_device_collectives = False
         """See `World.has_device_collectives`: waits only order streams, so errors are read from the backend (NCCL)."""
-        self._device = HOST
+        self.device = HOST
+        """The device of this rank."""
         self.is_aborted = False
         self._abort_lock = threading.Lock()
         self._abort_threads = dict[Any, threading.Thread]()
-        self._is_forming = False
+        self.is_forming = False
+        """Whether `open` waits for the other members."""
         self._connecting: Future[Any] | None = None
         self._aborted_s = 0.0
         self.groups: tuple[Any, ...] = (None,)
@@ -89,14 +91,14 @@ class ProcessGroup:
         Raises:
             PeerLostError: Another thread has aborted the group before it was formed.
         """
-        self._is_forming = True
+        self.is_forming = True
         try:
             self._open(generation, device, backend_name(device, backend))
         finally:
-            self._is_forming = False
+            self.is_forming = False
 
     def _open(self, generation: GenerationInfo, device: torch.device, name: str) -> None:
-        self.has_device_collectives, self._device = name != HOST_GROUP, device
+        self.has_device_collectives, self.device = name != HOST_GROUP, device
         self._sockets_before, self._store_address = set(_list_sockets()), (generation.host, generation.port)
         set_group(self)
         reset_group_count()
@@ -136,7 +138,7 @@ class ProcessGroup:
 
         def connect() -> None:
             try:
-                kind_of(self._device).use(self._device)
+                kind_of(self.device).use(self.device)
                 backend = create()
                 if connecting.set_running_or_notify_cancel():
                     connecting.set_result(backend)
@@ -191,7 +193,7 @@ class ProcessGroup:
 
         Uploads of data for later steps may still be in progress afterwards.
         """
-        kind_of(self._device).synchronize_stream(self._device)
+        kind_of(self.device).synchronize_stream(self.device)
 
     def _error(self) -> str | None:
         """Returns the name of the error of the first backend that reports one.
@@ -199,7 +201,7 @@ class ProcessGroup:
         The backends are not asked after this process has aborted the group; then the result is None.
         """
         with launch_lock:
-            errors = (backend_error(group, self._device) for group in self._all_groups() if not self.is_aborted)
+            errors = (backend_error(group, self.device) for group in self.all_groups() if not self.is_aborted)
             return next((error.name for error in errors if error != ErrorType.SUCCESS), None)
 
     def has_failed(self) -> bool:
@@ -207,7 +209,7 @@ class ProcessGroup:
         # `_error` is None if another thread aborts the group meanwhile.
         return self.has_device_collectives and (self._error() is not None or self.is_aborted)
 
-    def _all_groups(self) -> list[Any]:
+    def all_groups(self) -> list[Any]:
         """Returns the groups that have been formed, from the one of the last stage to the default group."""
         if (world := dist.group.WORLD) is None:
             return []
@@ -232,7 +234,7 @@ class ProcessGroup:
         if self._connecting is not None:
             self._connecting.cancel()
         with self._abort_lock:
-            for group in self._all_groups() if self.has_device_collectives else ():
+            for group in self.all_groups() if self.has_device_collectives else ():
                 if group not in self._abort_threads:
                     thread = threading.Thread(target=_abort_group, args=(group,), name="abort", daemon=True)
                     self._abort_threads[group] = thread
@@ -253,7 +255,7 @@ class ProcessGroup:
 
         This is the last resort for versions of torch in which neither an abort nor a time-out ends a wait in `open`.
         """
-        return self._is_forming and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
+        return self.is_forming and self.is_aborted and time.monotonic() - self._aborted_s > _STUCK_S
 
     def _is_store(self, number: int) -> bool:
         """Returns whether a descriptor is a connection to the store of this group."""
@@ -277,7 +279,7 @@ class ProcessGroup:
         if broken:
             # An error of the device itself is ignored here, because the next call that uses the device raises it again.
             with suppress(RuntimeError):
-                kind_of(self._device).synchronize(self._device)
+                kind_of(self.device).synchronize(self.device)
         with launch_lock:
             destroy_default_group()
         clear_group(self)

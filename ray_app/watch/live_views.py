@@ -293,7 +293,7 @@ class PageServer:
         self.token = token or secrets.token_urlsafe(24)
         self.folder = f"/{hashlib.sha256(self.token.encode()).hexdigest()[:32]}/"
         attributes = {"pages": _Pages(looking), "token": self.token, "folder": self.folder}
-        self._server = _Server((host, port), type("Handler", (_Handler,), attributes))
+        self._server = _Server((host, port), type("Handler", (PageHandler,), attributes))
         self._thread = threading.Thread(target=self._server.serve_forever, name="page", daemon=True)
 
     @property
@@ -379,7 +379,7 @@ _BROWSER_HEADERS = {
 }
 
 
-class _Handler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     """Answers GET requests of the number of a run and of the script in its folder, with the token or its cookie."""
 
     pages: _Pages
@@ -389,6 +389,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "ray-app", ""
 
     def do_GET(self) -> None:
+        """Answers a request, with an error if it lacks the token."""
         address = urlsplit(self.path)
         token = parse_qs(address.query).get("token", [""])[0]
         if self._is_valid(token):

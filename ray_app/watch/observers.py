@@ -96,7 +96,7 @@ class Observers:
         finally:
             over.set()
             thread.join()
-            self._process_news()
+            self.process_news()
 
     def ended(self, status: str, summary: dict[str, Any]) -> None:
         """Calls the observers' `ended`."""
@@ -104,9 +104,9 @@ class Observers:
 
     def _run(self, over: threading.Event) -> None:
         while not over.wait(max(1.0, poll_interval_s(self._job.paths.root))):
-            self._process_news()
+            self.process_news()
 
-    def _process_news(self) -> None:
+    def process_news(self) -> None:
         """Calls the observers with the new records and events; what cannot be read now is read the next time."""
         try:
             records = list(self._records.first_records())

@@ -416,7 +416,7 @@ def print_end(
     if facts is not None:
         rows.append(("report", str(job.paths.report)))
     if tracking_uri:
-        rows.append(("MLflow page", _find_mlflow_page(tracking_uri)))
+        rows.append(("MLflow page", find_mlflow_page(tracking_uri)))
     if job.config.tracking.tensorboard:
         rows.append(("TensorBoard", shlex.join(["tensorboard", "--logdir", str(job.paths.tensorboard)])))
     width = max(len(name) for name, _ in rows)
@@ -442,7 +442,7 @@ def _is_utf8(encoding: str) -> bool:
     return encoding.lower().replace("-", "") == "utf8"
 
 
-def _find_mlflow_page(uri: str) -> str:
+def find_mlflow_page(uri: str) -> str:
     """Returns the address of the MLflow page, or the command that serves it from a database."""
     if uri.startswith("http"):
         return uri

@@ -71,7 +71,7 @@ FIXES = {
     ),
     "a worker proves its device before it joins": Fix(
         "cluster/trainer.py",
-        "    prove_device(device, _choose_backend(config))\n",
+        "    prove_device(device, choose_backend(config, device))\n",
         "",
         "tests/pure/cluster/test_trainer.py::test_a_worker_proves_its_device",
     ),

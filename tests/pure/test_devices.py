@@ -164,10 +164,10 @@ def test_a_process_that_set_the_cublas_workspace_too_late_is_refused(
     def refuse(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(error_text)
 
-    devices._check_cublas_workspace(HOST)
+    devices.check_cublas_workspace(HOST)
     monkeypatch.setattr(torch, "mm", refuse)
     with pytest.raises(kind, match=message):
-        devices._check_cublas_workspace(HOST)
+        devices.check_cublas_workspace(HOST)
 
 
 _NEWER = """

@@ -385,7 +385,7 @@ class SpinningGroup(ProcessGroup):
     """The process group for `BACKEND`."""
 
     def _wait_for_device(self) -> None:
-        for group in self._all_groups():
+        for group in self.all_groups():
             group.synchronize()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ray_app import devices
+from ray_app.train.strategies.central_storage import CentralBackend
 
 DEVICE = torch.device("meta")
 """The device in place of a GPU; tensors on it have no values."""
@@ -100,3 +101,9 @@ class _Stream:
 
     def wait_stream(self, stream: Any) -> None:
         self._streams.calls.append(f"{self.name}: wait for {stream.name}")
+
+
+def lock_pages(backend: CentralBackend, device: torch.device, is_first_rank: bool) -> None:
+    """Page-locks memory as at the start of a generation of workers with a device."""
+    backend._device, backend._has_master = device, is_first_rank
+    backend._lock_pages()

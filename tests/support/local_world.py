@@ -34,11 +34,16 @@ from ray_app.task.base import Batch, Task
 from ray_app.task.image import ImageClassification
 from ray_app.train.job import Job
 from ray_app.train.membership import Flags, GenerationInfo
-from ray_app.train.process_group import FileStoreMembership
+from ray_app.train.process_group import FileStoreMembership, ProcessGroup, _list_sockets
 from tests.support.device_group import watch_peers
 
 CPU = torch.device("cpu")
 CLASSES = 5
+
+
+def has_begun_to_open(group: ProcessGroup) -> bool:
+    """Returns whether a process group has connected to its store."""
+    return any(group._is_store(number) for number, _ in _list_sockets())
 
 
 def write_images(folder: Path, files: list[list[int]], classes: int = CLASSES) -> Path:

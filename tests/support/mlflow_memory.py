@@ -62,14 +62,14 @@ class MemoryClient:
 
         return self._call(act)
 
-    def _one(self, name: str, version: str) -> SimpleNamespace:
+    def stored_version(self, name: str, version: str) -> SimpleNamespace:
         for candidate in self.versions.get(name, []):
             if candidate.version == str(version):
                 return candidate
         raise MlflowException("there is none", RESOURCE_DOES_NOT_EXIST)
 
     def get_model_version(self, name: str, version: str) -> SimpleNamespace:
-        return self._call(lambda: _copy(self._one(name, version)))
+        return self._call(lambda: _copy(self.stored_version(name, version)))
 
     def search_model_versions(self, filter_string: str) -> list[SimpleNamespace]:
         conditions = dict(re.findall(r"(name|tags\.`[^`]+`) = '([^']*)'", filter_string))
@@ -78,13 +78,13 @@ class MemoryClient:
         return self._call(lambda: [_copy(v) for v in reversed(versions)])
 
     def set_model_version_tag(self, name: str, version: str, key: str, value: str) -> None:
-        self._call(lambda: self._one(name, version).tags.update({key: value}))
+        self._call(lambda: self.stored_version(name, version).tags.update({key: value}))
 
     def delete_model_version_tag(self, name: str, version: str, key: str) -> None:
-        self._call(lambda: self._one(name, version).tags.pop(key))
+        self._call(lambda: self.stored_version(name, version).tags.pop(key))
 
     def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
-        self._call(lambda: self.models[name].aliases.update({alias: self._one(name, version).version}))
+        self._call(lambda: self.models[name].aliases.update({alias: self.stored_version(name, version).version}))
 
 
 def _copy(version: SimpleNamespace) -> SimpleNamespace:

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ray_app.models import loader
 from tests.support.waiting import wait_until
 
 Point = tuple[int, int, float]
@@ -150,3 +151,8 @@ def metric_history(uri: str, run_id: str, metric: str) -> list[Point]:
     from mlflow.tracking import MlflowClient
 
     return [(m.step, m.timestamp, m.value) for m in MlflowClient(uri).get_metric_history(run_id, metric)]
+
+
+def load_pyfunc(folder: Path) -> Any:
+    """Returns the predictor of a package's `data/model` as MLflow loads it, without MLflow's checks of a signature."""
+    return loader._load_pyfunc(str(folder))

@@ -6,12 +6,14 @@ import itertools
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ray_app.testing import cache_windows
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job, OpenWindows
 from ray_app.train.membership import SingleProcessMembership
-from ray_app.train.strategies.parameter_server.coordinator import Coordinator
+from ray_app.train.strategies.parameter_server.coordinator import Coordinator, UnitScheduler
+from ray_app.train.strategies.parameter_server.protocol import UnitResult
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
 from tests.support.local_world import CPU
@@ -56,6 +58,38 @@ class ServerWorld:
         context = WorkerContext(self.job, SingleProcessMembership(4, lambda: False), self.windows, self.device)
         return ParameterWorker(context, name, self.coordinator.ask, self.servers)
 
+    @property
+    def units(self) -> UnitScheduler:
+        return self.coordinator._units
+
+    @property
+    def next_steps(self) -> list[int]:
+        """The next step of each logical worker."""
+        return self.units._next
+
+    @property
+    def era(self) -> int:
+        return self.coordinator._served.era
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizer of each server."""
+        return [server._state.optimizer for server in self.servers.servers]
+
+    @property
+    def results(self) -> dict[str, UnitResult]:
+        """The results that the coordinator has not received, by worker."""
+        return {name: worker._result for name, worker in self.workers.items() if worker._result is not None}
+
+    @property
+    def splits_variables(self) -> bool:
+        return any(self.coordinator._served.layout.incomplete())
+
+    def received(self, step: int) -> set[int]:
+        """Returns the logical workers with a gradient of a step that the first server has, but has not applied."""
+        sums = self.servers.servers[0]._sums
+        return set(sums[step].received) if step in sums else set()
+
     def turn(self, name: str) -> bool:
         """Lets a worker process one unit; returns whether the run continues."""
         return self.workers[name].once(0.0)
@@ -76,5 +110,20 @@ class ServerWorld:
         for _ in range(_MAX_TURNS if turns is None else turns):
             if not all([self.turn(name) for name in list(self.workers)]):
                 return True
-        assert turns is not None, f"the run does not end, at step {self.coordinator._units.complete}"
+        assert turns is not None, f"the run does not end, at step {self.units.complete}"
         return False
+
+    def run_until(self, complete: int) -> None:
+        """Lets the workers take turns until so many steps are done."""
+        while self.units.complete < complete:
+            self.run(turns=1)
+
+    def close(self) -> None:
+        """Waits until the coordinator has written its records and checkpoints."""
+        self.coordinator._step_log.close()
+
+    def restart_coordinator(self) -> None:
+        """Replaces the coordinator by a new one without state, and all workers by new ones of the same names."""
+        self.close()
+        self.coordinator = Coordinator(self.job, self.servers)
+        self.workers = {name: self.worker(name) for name in self.workers}

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from ray_app.task.image import ImageClassification
-from ray_app.testing import TrainedRun
 from ray_app.train.job import Job
 from tests.support.injector import DelayUntilEvent
 from tests.support.local_world import make_job
@@ -46,9 +45,3 @@ def fsdp_job(folder: Path, data: Path, task: Any = None, **fields: Any) -> Job:
 def committed_before(job: Job, kill: int, step: int = 6) -> DelayUntilEvent:
     """Returns a hook that delays the steps from `kill` on until the checkpoint of a step is committed."""
     return DelayUntilEvent(job.run_root, "checkpointed", {"step": step}, after=kill, each_s=60.0)
-
-
-def assert_bit_identical(actual: TrainedRun, expected: TrainedRun) -> None:
-    """Asserts that all steps and the final state are bit-identical."""
-    assert actual.steps == expected.steps
-    assert actual.digests == expected.digests

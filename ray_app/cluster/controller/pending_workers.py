@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -71,10 +71,10 @@ class PendingWorker:
         metadata_ref: Reference of its newest answer, which says where it runs (Ray's `ActorMetadata`).
         placement_deadline_s: When it is canceled if it has no slot by then, by the monotonic clock.
         ready_deadline_s: When it is canceled if it is not prepared by then.
+        started_s: When it was started.
         is_placed: Whether it is known to have its slot.
         ready_s: When it was found to be ready; None before.
         metadata: Where it runs, once it is ready.
-        started_s: When it was started.
     """
 
     actor: Any
@@ -83,10 +83,10 @@ class PendingWorker:
     metadata_ref: Any
     placement_deadline_s: float
     ready_deadline_s: float
+    started_s: float
     is_placed: bool = False
     ready_s: float | None = None
     metadata: Any = None
-    started_s: float = field(default_factory=time.monotonic)
 
     def update(self) -> None:
         """Takes the worker's answer, and asks again.
@@ -155,11 +155,9 @@ class PendingWorkers:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             ).remote()
             prepare = self._prepare if self._deaths < _MAX_DEATHS else None
-            preparation_ref = actor.execute.remote(_prepare, env, [prepare])
-            metadata_ref = actor.get_metadata.remote()
-            self._pending.append(
-                PendingWorker(actor, group, preparation_ref, metadata_ref, placement_deadline_s, now + _READY_TIMEOUT_S)
-            )
+            refs = actor.execute.remote(_prepare, env, [prepare]), actor.get_metadata.remote()
+            deadlines = placement_deadline_s, now + _READY_TIMEOUT_S
+            self._pending.append(PendingWorker(actor, group, *refs, *deadlines, now))
 
     def poll(self, draining_nodes: Collection[str] = ()) -> list[str]:
         """Updates which workers are ready, and cancels those that cannot become ready.

@@ -48,10 +48,10 @@ _COORDINATOR_PAUSE_S = 30.0
 class ElasticPolicy(ElasticScalingPolicy):
     """Counts the workers for which there is capacity, from three sources:
 
-    - what Ray's autoscaling coordinator reserves for this run (`_reserved_workers`); a run that is alone on its own
+    - what Ray's autoscaling coordinator reserves for this run (`reserved_workers`); a run that is alone on its own
       cluster does without the coordinator, an actor that takes a CPU second to start,
-    - the free resources of the nodes (`_count_free`), where the coordinator cannot be used,
-    - all resources, less what reading and the evaluator need (`_limit_by_total_resources`), which is an upper limit.
+    - the free resources of the nodes (`count_free`), where the coordinator cannot be used,
+    - all resources, less what reading and the evaluator need (`limit_by_total_resources`), which is an upper limit.
 
     All times are those of the monotonic clock.
 
@@ -110,12 +110,12 @@ class ElasticPolicy(ElasticScalingPolicy):
         self.draining_nodes = frozenset[str](state.get_draining_nodes() or ())
         alive = [node for node in ray.nodes() if node["Alive"] and self._is_reachable(node)]
         staying = [node for node in alive if node["NodeID"] not in self.draining_nodes]
-        reserved = self._reserved_workers(alive)
-        count = current + self._count_free(staying) if reserved is None else reserved - self._held_slots
+        reserved = self.reserved_workers(alive)
+        count = current + self.count_free(staying) if reserved is None else reserved - self._held_slots
         if self.excluded_nodes and count < self._scaling.min_workers:
             # A run with a slow worker is better than a run that waits. The next call counts these nodes again.
             self.include_all_nodes()
-        self._possible = max(0, min(count, self._limit_by_total_resources(staying) - self._held_slots))
+        self._possible = max(0, min(count, self.limit_by_total_resources(staying) - self._held_slots))
         return self._possible
 
     def free_slots(self) -> int:
@@ -125,16 +125,16 @@ class ElasticPolicy(ElasticScalingPolicy):
         controller has connected the policy to the coordinator.
         """
         alive = [node for node in ray.nodes() if node["Alive"]]
-        count = min(self._count_free(alive), self._limit_by_total_resources(alive))
+        count = min(self.count_free(alive), self.limit_by_total_resources(alive))
         return count if count >= self._scaling.min_workers else 0
 
     def capacity_without(self, node: str, current: int) -> int:
         """Returns how many workers more than the `current` ones fit on other nodes than the one with this id."""
         staying = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in self.draining_nodes]
-        free = self._count_free([n for n in staying if n["NodeID"] != node])
-        return max(0, min(free, self._limit_by_total_resources(staying) - self._held_slots - current))
+        free = self.count_free([n for n in staying if n["NodeID"] != node])
+        return max(0, min(free, self.limit_by_total_resources(staying) - self._held_slots - current))
 
-    def _reserved_workers(self, alive: list[Node]) -> int | None:
+    def reserved_workers(self, alive: list[Node]) -> int | None:
         """Returns how many workers fit into what the coordinator reserves for this run on nodes that stay.
 
         The coordinator divides the cluster among all runs and data pipelines of Ray. It is None if the coordinator does
@@ -160,25 +160,25 @@ class ElasticPolicy(ElasticScalingPolicy):
             self._pause_coordinator()
             return None
         self._reserved_on_nodes = on_nodes
-        return self._count_in(reserved[name] for name, drains in on_nodes if not drains and name in reserved)
+        return self.count_in(reserved[name] for name, drains in on_nodes if not drains and name in reserved)
 
-    def _count_free(self, nodes: list[Node]) -> int:
+    def count_free(self, nodes: list[Node]) -> int:
         """Returns how many more workers fit into the free resources of the allowed nodes among `nodes`."""
         free = available_resources_per_node()
         labeled = nodes_with_labels(nodes, self._scaling.label_selector)
         allowed = (node["NodeID"] for node in labeled if node["NodeID"] not in self.excluded_nodes)
-        return self._count_in(free.get(name, {}) for name in allowed)
+        return self.count_in(free.get(name, {}) for name in allowed)
 
-    def _limit_by_total_resources(self, nodes: Sequence[Node]) -> int:
+    def limit_by_total_resources(self, nodes: Sequence[Node]) -> int:
         """Returns the maximum number of workers on these nodes, so that reading and the evaluator have capacity, too.
 
         All CPUs and GPUs of the nodes count, free or not, less those that reading and the evaluator need.
         """
         cpus, gpus = (sum(node["Resources"].get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
         free = {"CPU": cpus - self._reading_cpus, "GPU": max(0.0, gpus - evaluator_gpus(self._config))}
-        return int(min(self._count_in([free]), count_on_labeled(self._config, nodes)))
+        return int(min(self.count_in([free]), count_on_labeled(self._config, nodes)))
 
-    def _count_in(self, resources: Iterable[dict[str, float]]) -> int:
+    def count_in(self, resources: Iterable[dict[str, float]]) -> int:
         """Returns how many workers fit into the resources of each node, together; at most `_max_slots`.
 
         Ray's own count divides floats, and divides the sum of all GPUs of a node, although the fraction of a GPU that a

@@ -147,7 +147,7 @@ class Members:
         member = self._members.pop(worker, None)
         if member is not None:
             self.waiting.pop(worker, None)
-            self._change_profile(member, _NOT_COUNTED)
+            self.change_profile(member, _NOT_COUNTED)
         return member
 
     def recount(self, member: Member) -> None:
@@ -169,7 +169,7 @@ class Members:
             self.waiting.pop(heartbeat.worker, None)
         elif heartbeat.worker not in self.waiting:
             self.waiting[heartbeat.worker] = member
-        self._change_profile(member, profile)
+        self.change_profile(member, profile)
 
     def update(self, newest_generation: int | None = None, draining: frozenset[str] | None = None) -> None:
         """Sets attributes by their names, and counts all members again, since their profiles depend on these."""
@@ -178,7 +178,7 @@ class Members:
         for member in self:
             self.recount(member)
 
-    def _change_profile(self, member: Member, profile: MemberProfile) -> None:
+    def change_profile(self, member: Member, profile: MemberProfile) -> None:
         """Counts a member with another profile."""
         if member.profile is not _NOT_COUNTED:
             self._counts[member.profile] -= 1

@@ -71,7 +71,7 @@ class ColumnScan:
         self.types = [kind for kind in self.types if _fits(values, kind, decimal)]
         if any(map(_is_number, self.types)):
             # Such as 007, and 0x1F, which Arrow takes for a number; 0 and 0.5 have none.
-            zeros = _match_candidates(values, pa.array(_may_have_leading_zeros(values, decimal)), r"^\s*[+-]?0[\dxX]")
+            zeros = _match_candidates(values, pa.array(may_have_leading_zeros(values, decimal)), r"^\s*[+-]?0[\dxX]")
             self.zeros = self.zeros or _first_value(zeros, values, file, numbers)
             self.rounded = self.rounded or _first_value(_find_rounded(values, decimal), values, file, numbers)
 
@@ -122,7 +122,7 @@ def _match_candidates(values: pa.Array, candidates: pa.Array, pattern: str) -> p
     return pc.replace_with_mask(candidates, candidates, matches)
 
 
-def _may_have_leading_zeros(values: pa.Array, decimal: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def may_have_leading_zeros(values: pa.Array, decimal: str) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Returns whether the first two bytes of each value, behind a sign, allow leading zeros: booleans (rows,)."""
     _, offset_bytes, content_bytes = values.buffers()
     if not len(values) or content_bytes is None or not content_bytes.size:

@@ -99,7 +99,7 @@ class Settings:
         config.set_dtype_policy(self.dtype_policy)
 
 
-def _global_state() -> Any:
+def global_state() -> Any:
     """Returns Keras' module of the attributes that belong to a thread."""
     import_keras()
     from keras.src.backend.common import global_state
@@ -109,7 +109,7 @@ def _global_state() -> Any:
 
 def random_seed(default: int) -> int:
     """Returns the seed that `keras.utils.set_random_seed` has set in this thread."""
-    seed = _global_state().get_global_attribute(_RANDOM_SEED)
+    seed = global_state().get_global_attribute(_RANDOM_SEED)
     return default if seed is None else int(seed)
 
 
@@ -124,7 +124,7 @@ def program_session(settings: Settings | None) -> Iterator[None]:
     Args:
         settings: The settings of the program, read after its import; None: the present settings of this thread.
     """
-    state = _global_state()
+    state = global_state()
     before = Settings.read()
     names = {name: state.get_global_attribute(name) for name in (_NAME_COUNTERS, _GLOBAL_GENERATOR)}
     python, numpy = random.getstate(), np.random.get_state()
@@ -239,7 +239,7 @@ def seed_generators(program: Any) -> list[Any]:
 
 def global_seed_generator() -> Any:
     """Returns the generator of this thread for random numbers that get no seed."""
-    state = _global_state()
+    state = global_state()
     if (generator := state.get_global_attribute(_GLOBAL_GENERATOR)) is None:
         # Keras itself would draw its first seed from Python's generator.
         generator = import_keras().random.SeedGenerator(0)

@@ -207,7 +207,7 @@ class KerasModule(nn.Module):
         self._bind()
         program = self.program
         with library.device_scope(self.device):
-            self._seed()
+            self.seed_generators()
             x = fit_inputs(program, x)
             if not with_loss and "predict_step" in library.overridden_steps(program):
                 return program.predict_step(pack(program, x, None, None))
@@ -244,7 +244,7 @@ class KerasModule(nn.Module):
             for p, variable in parameters:
                 p.requires_grad_(variable.trainable).grad = None
             with library.device_scope(self.device):
-                self._seed()
+                self.seed_generators()
                 program.reset_metrics()
                 data = pack(program, x, y, weights)
                 logs, gradients = run_train_step(program, data, self.steps.phases, phase, updates)
@@ -265,7 +265,7 @@ class KerasModule(nn.Module):
         """Runs the program's own `test_step`; returns its loss, its other means, and the states of its metrics."""
         self._bind()
         with library.device_scope(self.device):
-            self._seed()
+            self.seed_generators()
             self.program.reset_metrics()
             data = pack(self.program, x, y, weights)
             logs = dict(self.program.test_step(data))
@@ -276,7 +276,7 @@ class KerasModule(nn.Module):
             logged = {name: torch.as_tensor(value) for name, value in logs.items() if name not in states}
             return Evaluated(loss, logged, states)
 
-    def _seed(self) -> None:
+    def seed_generators(self) -> None:
         """Sets the states of all generators of random numbers.
 
         In training they are drawn from torch's generator, which is seeded by seed, epoch, step and logical worker. An

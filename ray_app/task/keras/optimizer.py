@@ -292,7 +292,7 @@ class KerasOptimizer(Optimizer):
         groups = [group for group in self.param_groups for _ in group["params"]]
         self._variables = {}
         for number, (p, group) in enumerate(zip(parameters, groups, strict=True)):
-            self._variables[p] = _make_variable(p, number, group)
+            self._variables[p] = make_variable(p, number, group)
         fixed = [self._variables[p] for group in self.param_groups if not group["decays"] for p in group["params"]]
         if fixed:
             optimizer.exclude_from_weight_decay(var_list=fixed)
@@ -337,7 +337,7 @@ def _make_program(program: str | None) -> Any:
         return instantiate(json.loads(program), "optimizer.init_args.program")
 
 
-def _make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any:
+def make_variable(parameter: Tensor, number: int, group: dict[str, Any]) -> Any:
     """Returns a variable of Keras for a parameter, with the path of the model's variable before its own name."""
     keras = library.import_keras()
     *scopes, path_end = group["path"].split("/")
@@ -358,7 +358,7 @@ number for one that all parameters share."""
 
 
 def _find_slots(optimizer: Any) -> list[Slot]:
-    """Returns the variables of an optimizer that is built with variables of `_make_variable`."""
+    """Returns the variables of an optimizer that is built with variables of `make_variable`."""
     slots: list[Slot] = []
     counts: Counter[tuple[int | None, str]] = Counter()
     for variable in library.variables_of(optimizer):
@@ -389,7 +389,7 @@ def _slots_of_weights(optimizer: Any, weights: list[Any]) -> list[Slot]:
     outer, optimizer = optimizer, library.inner_optimizer(optimizer)
     variables, copied = library.optimized_variables(optimizer), copies.unbuilt_optimizer(optimizer)
     builder = copied if outer is optimizer else type(outer)(copied)
-    builder.build([_make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
+    builder.build([make_variable(v.value, n, {"path": v.path, "constraint": ""}) for n, v in enumerate(variables)])
     numbers = {id(weight): number for number, weight in enumerate(weights)}
     ordered = [v for v in library.variables_of(optimizer) if v is not library.rate_source(optimizer)]
     return [

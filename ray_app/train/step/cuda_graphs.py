@@ -149,7 +149,7 @@ class CudaGraphs(Passes):
 
         buffers = self._copy_buffers()
         generators = self._generator_states()
-        inputs = _InputRecorder()
+        inputs = InputRecorder()
         self._backend.warm_up(work)
         if not self._kind.is_host and not torch.equal(torch.default_generator.get_state(), generators[0]):
             raise _capture_error(
@@ -233,7 +233,7 @@ class CudaGraphs(Passes):
         self._kind.set_generator_states(generators, self._device)
 
 
-class _InputRecorder(TorchDispatchMode):
+class InputRecorder(TorchDispatchMode):
     """Records the tensors that operators read and no operator made: parameters, buffers, other tensors of the model.
 
     A graph reads from memory addresses. If a model replaces a tensor later, such as a table of positions by one for

@@ -216,6 +216,9 @@ class TurnStep:
         turns: The optimizers of the state.
         make_step: Makes the step of a turn, while only the parameters of that turn require gradients.
         buffers: The buffers of the model.
+
+    Attributes:
+        steps: The step of each turn, by the name of its optimizer.
     """
 
     def __init__(
@@ -223,10 +226,10 @@ class TurnStep:
     ) -> None:
         self._state, self._turns = state, turns
         self._buffers = buffers
-        self._steps: dict[str, Step] = {}
+        self.steps: dict[str, Step] = {}
         for turn in turns.optimizers:
             turns.enable_gradients(turn)
-            self._steps[turn] = make_step(turn)
+            self.steps[turn] = make_step(turn)
 
     @property
     def lr(self) -> float:
@@ -237,14 +240,14 @@ class TurnStep:
         """Runs the step of the optimizer in turn, or all phases of a step, see `Step.run`; returns the last result."""
         turns = self._turns
         if not turns.phases:
-            return self._steps[turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
-        snapshot, updates = self._state.snapshot(), list[WeightUpdate]()
+            return self.steps[turns.begin_step(self._state.step)].run(cursor, batches, global_rows, flags)
+        snapshot, updates = self._state.copy_to_host(), list[WeightUpdate]()
         token = step_updates.set(updates)
         try:
             for phase in range(len(turns.phases)):
                 turn = turns.begin_step(self._state.step)
                 values = [p.detach().clone() for p in turns.parameters[turn]]
-                result = self._steps[turn].run(cursor, batches, global_rows, flags)
+                result = self.steps[turn].run(cursor, batches, global_rows, flags)
                 if phase < len(turns.phases) - 1:
                     parameters = zip(turns.parameters[turn], values, strict=True)
                     updates.append([(p, value, p.detach().clone()) for p, value in parameters])
@@ -260,5 +263,5 @@ class TurnStep:
 
     def close(self) -> None:
         """Closes the steps of all turns."""
-        for step in self._steps.values():
+        for step in self.steps.values():
             step.close()

@@ -162,6 +162,9 @@ class LocalStep:
         device: Device to compute on.
         enter: Called with each phase that the step begins.
         timer: Measures the time of the step; None if nothing compares the times of workers.
+
+    Attributes:
+        replicas: The replica of each logical worker of this rank.
     """
 
     def __init__(
@@ -177,29 +180,28 @@ class LocalStep:
     ) -> None:
         self._job = job
         self._state = state
-        self._reducer = reducer
+        self.reducer = reducer
         self._buffers = ReplicaBuffers(state.model, world)
         self._stats = stats
         self._world = world
         self._enter = enter
         self._timer = timer
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
-        # The replica of each logical worker of this rank.
-        self._replicas = {v: LocalReplica(job, device) for v in world.assigned}
+        self.replicas = {v: LocalReplica(job, device) for v in world.assigned}
         self._begin_round()
 
     @property
     def lr(self) -> float:
         """Learning rate of the next step, see `Step.lr`."""
-        return next(iter(self._replicas.values())).state.lr
+        return next(iter(self.replicas.values())).state.lr
 
     def close(self) -> None:
         """Closes the reducer, see `Step.close`."""
-        self._reducer.close()
+        self.reducer.close()
 
     def _begin_round(self) -> None:
         """Starts a round from the common state: drops what the replicas have done since its beginning."""
-        for replica in self._replicas.values():
+        for replica in self.replicas.values():
             replica.load_common_state(self._state)
         self._finished_steps = self._state.step
         # The weight of the rows of each logical worker in the round, and the flags of all its steps.
@@ -244,7 +246,7 @@ class LocalStep:
             self._raise_non_finite(cursor, batches, all_sums, result)
         # Update each replica, and the common state at the end of a round.
         for batch, norm in zip(batches, norms, strict=True):
-            replica = self._replicas[batch.logical_worker]
+            replica = self.replicas[batch.logical_worker]
             if result.weights[batch.logical_worker] > 0:
                 scale_and_clip(replica.gradients, 1.0, norm, self._job.config.train.grad_clip_norm)
                 replica.state.optimizer_step()
@@ -268,7 +270,7 @@ class LocalStep:
             The sums of the losses, None without rows; and the norm of each trained parameter's gradient. Both are on
             the device.
         """
-        replica = self._replicas[batch.logical_worker]
+        replica = self.replicas[batch.logical_worker]
         replica.clear_gradients()
         if not batch.rows:
             return None, []
@@ -291,7 +293,7 @@ class LocalStep:
         """Raises the error that names the rows with a NaN or infinity, see `raise_non_finite`; a collective."""
         bad_rows = []
         for batch, batch_sums in zip(batches, sums, strict=True):
-            passes = self._replicas[batch.logical_worker].passes
+            passes = self.replicas[batch.logical_worker].passes
             bad_rows.append((batch.logical_worker, passes.non_finite_rows(cursor, batch, batch_sums.loss, batch.rows)))
         raise_non_finite(cursor, result, bad_rows, self._world)
 
@@ -301,7 +303,7 @@ class LocalStep:
         Raises:
             PeerLostError: A peer left meanwhile; the common state is still that of the beginning of the round.
         """
-        state, first = self._state, next(iter(self._replicas.values()))
+        state, first = self._state, next(iter(self.replicas.values()))
         # If every row of the round is bad or has no weight, the parameters stay as they are.
         if not any(self._round_weights):
             while state.step < self._finished_steps:
@@ -313,19 +315,19 @@ class LocalStep:
         numbers = parameter_numbers(first.state.optimizer, first.trained)
         # The names are gathered from all ranks, because an optimizer has no state yet if its logical worker has had no
         # rows.
-        local_names = {name for replica in self._replicas.values() for name in replica.averaged_names()}
+        local_names = {name for replica in self.replicas.values() for name in replica.averaged_names()}
         for name in sorted(set().union(*gather(local_names, self._world))):
             # A parameter without a value counts as zeros.
             values = {
                 v: [replica.state.optimizer.state[p].get(name, torch.zeros_like(p)).detach() for p in replica.trained]
-                for v, replica in self._replicas.items()
+                for v, replica in self.replicas.items()
             }
             for i, value in enumerate(self._mean(values)):
                 optimizer_state["state"].setdefault(numbers[i], {})[name] = value
         # The values that are not averaged are taken from the logical worker with the highest weight, which is logical
         # worker 0 unless rows were skipped.
         source = self._round_weights.index(max(self._round_weights))
-        local_rest = self._replicas[source].unaveraged_state() if source in self._replicas else ({}, [])
+        local_rest = self.replicas[source].unaveraged_state() if source in self.replicas else ({}, [])
         # All ranks except the one with this logical worker send nothing: no groups, which `zip` then skips.
         for state_by_number, groups in gather(local_rest, self._world):
             for i, rest in state_by_number.items():
@@ -334,7 +336,7 @@ class LocalStep:
                 group.update(move_to_device_of(rest, group))
         decreases = {
             v: [start - p.detach() for start, p in zip(starts, replica.trained, strict=True)]
-            for v, replica in self._replicas.items()
+            for v, replica in self.replicas.items()
         }
         change = self._mean(decreases)
         self._share_buffers()
@@ -352,7 +354,7 @@ class LocalStep:
         """
         total = math.fsum(self._round_weights)
         fractions = {v: self._round_weights[v] / total for v in values}
-        return self._reducer.sum({v: [tensor * fractions[v] for tensor in tensors] for v, tensors in values.items()})
+        return self.reducer.sum({v: [tensor * fractions[v] for tensor in tensors] for v, tensors in values.items()})
 
     def _share_buffers(self) -> None:
         """Gives the common model of all ranks the buffers of logical worker 0's replica; a collective of all ranks.
@@ -362,9 +364,9 @@ class LocalStep:
         """
         self._buffers.begin()
         try:
-            if 0 in self._replicas:
+            if 0 in self.replicas:
                 with torch.no_grad():
-                    replica_buffers = self._replicas[0].state.model.buffers()
+                    replica_buffers = self.replicas[0].state.model.buffers()
                     for target, source in zip(self._state.model.buffers(), replica_buffers, strict=True):
                         target.copy_(source)
             self._buffers.launch()

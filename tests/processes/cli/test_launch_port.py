@@ -16,7 +16,7 @@ import pytest
 
 from ray_app.channel import connect
 from ray_app.cli import launch
-from ray_app.cli.launch import Followers, Group, Machines, _follow, _lead, ray_node, wait
+from ray_app.cli.launch import Followers, Group, Machines, follow, lead, ray_node, wait
 from ray_app.errors import ConfigError, RayAppError
 from ray_app.testing import make_context
 from tests.support.waiting import wait_until
@@ -44,7 +44,7 @@ def test_a_machine_does_not_join_a_stranger_that_has_the_port(monkeypatch: pytes
         machines = Machines(LOCALHOST, server.getsockname()[1] - 1, 1, 2)
         with (
             pytest.raises(ConfigError, match="does not have the token of this machine, so this machine does not join"),
-            _follow(machines, TOKEN, []),
+            follow(machines, TOKEN, []),
         ):
             pass
 
@@ -60,13 +60,13 @@ def test_a_machine_with_another_token_is_told_so_and_one_with_the_token_gets_the
     port = free_port()
     with closing(Followers((LOCALHOST, port), TOKEN)) as followers:
         machines = Machines(LOCALHOST, port - 1, 1, 2)
-        with pytest.raises(ConfigError, match="Set the same token on all machines"), _follow(machines, "e" * 64, []):
+        with pytest.raises(ConfigError, match="Set the same token on all machines"), follow(machines, "e" * 64, []):
             pass
         assert followers.ranks() == set()
         followers.send("ready")
         first = Group(machines, send=followers.send)
         assert first.broadcast(75) == 75
-        with _follow(machines, TOKEN, []) as group:
+        with follow(machines, TOKEN, []) as group:
             assert group.broadcast(None) == 75
             first.broadcast({"loss": [0.1, float("inf")]})
             assert group.broadcast(None) == {"loss": [0.1, float("inf")]}
@@ -120,7 +120,7 @@ def test_a_burst_of_strangers_keeps_no_machine_out(tmp_path: Path) -> None:
 def test_the_first_machine_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_FORM_S", 0.1)
     machines = Machines(LOCALHOST, free_port(), 0, 3, ("worker 0 (a:1)", "worker 1 (a:2)", "ps 0 (a:3)"), 0, False)
-    with pytest.raises(RayAppError, match=r"worker 1 \(a:2\), ps 0 \(a:3\) did not join"), _lead(machines, TOKEN, []):
+    with pytest.raises(RayAppError, match=r"worker 1 \(a:2\), ps 0 \(a:3\) did not join"), lead(machines, TOKEN, []):
         pass
 
 

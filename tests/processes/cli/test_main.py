@@ -19,7 +19,7 @@ from ray_app.cli.main import COMMANDS, main
 from ray_app.cluster.ray_private import search_path
 from ray_app.driver.finalize import report_end
 from ray_app.runlog.paths import RunPaths
-from ray_app.watch.terminal import _find_mlflow_page
+from ray_app.watch.terminal import find_mlflow_page
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -170,7 +170,7 @@ def test_printed_commands_quote_paths_with_spaces(tmp_path: Path, caplog: pytest
     report_end(RunPaths(run))
     (command,) = re.findall(r"ray-app report .*(?= tries again)", caplog.text)
     assert shlex.split(command) == ["ray-app", "report", "--run", str(run)]
-    assert shlex.split(_find_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]
+    assert shlex.split(find_mlflow_page(uri))[-2:] == ["--backend-store-uri", uri]
 
 
 def test_a_command_in_another_encoding_starts_itself_again_in_utf_8() -> None:

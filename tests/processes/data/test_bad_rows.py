@@ -26,11 +26,12 @@ from ray_app.driver.finalize import summarize
 from ray_app.errors import BadRowError, DataError
 from ray_app.plan.assignment import logical_workers_of
 from ray_app.plan.order import Cursor
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, digest_tensors, read_trained_run, stream_windows
+from ray_app.testing import WorkerPool, cache_windows, digest_tensors, read_trained_run, stream_windows
 from ray_app.train.checkpointing.step_log import BadRows
-from ray_app.train.job import Hooks, Job
+from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from tests.support.bad_rows import BAD_ROWS, BadRowImages, job_of
+from tests.support.bit_identity import assert_bit_identical, train_and_resume
 from tests.support.local_world import CPU, feed_of, write_images
 
 ROWS = [[50, 1], [46]]
@@ -104,16 +105,7 @@ def test_skipping_is_bit_identical_for_any_worker_count_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "run", data, BadRowImages(), checkpoint__every_epochs=None, checkpoint__every_steps=4)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    for size, windows in ((2, stream_windows), (3, cache_windows)):
-        several = worker_pool.train_new_run(job, size, windows)
-        assert several.digests == alone.digests
-        assert several.steps == alone.steps
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    assert "dies after step 7" in str(outcomes[0].error)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
-
+    train_and_resume(worker_pool, job, (1, 2, 3))
     summary = summarize(job, "finished")
     planned = 2 * job.plan.manifest.num_rows
     assert summary["bad_rows"] == {"skipped": 2 * len(BAD_ROWS), "distinct": len(BAD_ROWS)}
@@ -135,8 +127,7 @@ def test_local_sgd_skips_bad_rows(worker_pool: WorkerPool, data: Path, tmp_path:
     }
     job = job_of(tmp_path / "run", data, BadRowImages(), train__epochs=1, **fields)
     alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 3, cache_windows)
-    assert several.digests == alone.digests
-    assert several.steps == alone.steps
+    assert_bit_identical(several, alone)
     assert sum(sum(step[4]) for step in alone.steps) == job.plan.manifest.num_rows - len(BAD_ROWS)
 
 

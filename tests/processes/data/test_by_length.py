@@ -14,9 +14,10 @@ import pytest
 
 from ray_app.data.windows import MicroBatch
 from ray_app.plan.order import Cursor
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
-from ray_app.train.job import Hooks, Job, OpenWindows
+from ray_app.testing import WorkerPool, cache_windows, stream_windows
+from ray_app.train.job import Job, OpenWindows
 from tests.support.bad_rows import BAD_ROWS, BadRowTexts, job_of
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import disk_cached, write_images
 from tests.support.micro_batches import BatchPosition, assert_equal_batches, collect_batches
 
@@ -137,12 +138,5 @@ def test_training_is_bit_identical_for_any_worker_count_and_after_a_resume(
         "checkpoint__every_steps": 4,
     }
     job = texts_job(tmp_path, data, **fields)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    for size, windows in ((2, stream_windows), (4, disk_cached)):
-        several = worker_pool.train_new_run(job, size, windows)
-        assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    outcomes = worker_pool.train(job, 4, Hooks(after_step=DieAfter(7)), cache_windows)
-    assert "dies after step 7" in str(outcomes[0].error)
-    assert read_trained_run(job).commit.step == 4
-    worker_pool.train_to_end(job, 2, disk_cached)
-    assert (read_trained_run(job).digests, read_trained_run(job).steps) == (alone.digests, alone.steps)
+    windows = (cache_windows, stream_windows, disk_cached)
+    train_and_resume(worker_pool, job, (1, 2, 4), ends=(4, 7), windows=windows)

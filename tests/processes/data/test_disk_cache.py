@@ -22,6 +22,7 @@ from ray_app.storage.object_stores import ObjectPath
 from ray_app.testing import DieAfter, WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
 from tests.support.bad_rows import BAD_ROWS, BadRowImages, job_of
+from tests.support.bit_identity import train_on_workers
 from tests.support.disk_caches import (
     CountingFetch,
     TinyTexts,
@@ -349,10 +350,7 @@ def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, cap
 def test_training_with_the_cache_is_bit_identical_also_after_a_kill(worker_pool: WorkerPool, job: Job) -> None:
     uncached = worker_pool.train_new_run(job, 2, stream_windows)
     # The cache is cold for the first size and warm for the second.
-    for size in (1, 3):
-        cached = worker_pool.train_new_run(job, size, disk_cached)
-        assert cached.digests == uncached.digests
-        assert cached.steps == uncached.steps
+    train_on_workers(worker_pool, job, (1, 3), uncached, (disk_cached,))
     cold = replace(
         job, config=job.config.replace(data__cache_dir=str(job.config.data.cache_dir) + "-2", checkpoint__every_steps=3)
     )

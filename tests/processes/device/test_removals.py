@@ -145,7 +145,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site(
         "train.process_group",
         "ProcessGroup._wait_for_device",
-        "kind_of(self._device).synchronize_stream(self._device)",
+        "kind_of(self.device).synchronize_stream(self.device)",
     ): LINK,
     Site(
         "reduction.overlap",
@@ -160,7 +160,7 @@ SITES: dict[Site, Case | Check | str] = {
     Site("reduction.overlap", "StreamExecutor.close", "self._side.join()"): ABORT,
     Site("reduction.messages", "check_errors_on_all_ranks", "check_device_errors()"): LINK,
     Site("train.step.worker_evaluation", "WorkerEvaluation.run", "check_device_errors()"): LINK,
-    Site("train.process_group", "ProcessGroup.close", "kind_of(self._device).synchronize(self._device)"): ABORT,
+    Site("train.process_group", "ProcessGroup.close", "kind_of(self.device).synchronize(self.device)"): ABORT,
     Site("devices", "DeviceKind.synchronize", "self.module.synchronize(device)"): ABORT,
     Site(
         "train.step.step_stats", "StepTimer.breakdown", "self._events[1].synchronize()"

@@ -16,6 +16,7 @@ from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import SingleProcessMembership
 from tests.device.strategies import BF16, BIT_IDENTICAL, FSDP, OFFLOAD, OVERLAPPED, SMALL_BUCKETS, Fields, strategy_job
 from tests.device.training import device_run
+from tests.support.bit_identity import assert_bit_identical
 from tests.support.server_world import ServerWorld
 
 OTHERS: dict[str, Fields] = {
@@ -40,8 +41,7 @@ def test_a_strategy_is_bit_identical_on_any_number_of_devices(
 ) -> None:
     job = strategy_job(tmp_path / "run", data, 0.3, **BIT_IDENTICAL[name])
     one, three = (device_run(device_pool, job, workers) for workers in (1, 3))
-    assert three.steps == one.steps
-    assert three.digests == one.digests
+    assert_bit_identical(three, one)
 
 
 @pytest.mark.rest

@@ -23,6 +23,7 @@ from ray_app.testing import (
 )
 from ray_app.train.job import Hooks, Job
 from tests.device.training import check_races, device_run, train_on_devices
+from tests.support.bit_identity import assert_bit_identical
 from tests.support.local_world import make_job
 from tests.support.shifting_world import KillOnce
 
@@ -50,8 +51,7 @@ def test_the_digits_have_the_digest_of_the_cpu_on_any_number_of_devices(
     for workers in (1, 2, 4):
         run = device_run(device_pool, job, workers)
         if reduction == "exact" or workers == 1:
-            assert run.digests == expected.digests
-            assert run.steps == expected.steps
+            assert_bit_identical(run, expected)
         assert run.commit.environment["device"] == "sim simulated"
 
 

@@ -83,7 +83,7 @@ def test_watching_an_ended_run_succeeds_only_for_steps_it_made(tmp_path: Path) -
     training.watch(step=100)
     assert training.step == 690
     for step, workers in ((691, None), (1, 1)):
-        with pytest.raises(RunEndedError, match="ended before"):
+        with pytest.raises(RunEndedError):
             training.watch(step=step, workers=workers)
 
 

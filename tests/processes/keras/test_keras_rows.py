@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ray_app.errors import ConfigError, RunExistsError
 from ray_app.keras import evaluate, inputs, predict
+from ray_app.runlog.paths import RunPaths
+from ray_app.runlog.stored_config import read_config
 from ray_app.task.keras import library
 from tests.support.keras_fits import (
     check_equal_histories,
@@ -263,12 +265,12 @@ def test_the_seed_of_keras_is_that_of_the_run(tmp_path: Path) -> None:
         plain = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
         plain.compile("sgd", "mse")
         check_equal_histories(history, plain.fit(X, Y, batch_size=ROWS, verbose=0))
-        return history.history, history.result._job.config.seed
+        return history.history, read_config(RunPaths(history.result.path)).seed
 
     try:
         runs = [train(1), train(2), train(1), train(1, {"seed": 7})]
     finally:
-        library._global_state().set_global_attribute(library._RANDOM_SEED, None)
+        library.global_state().set_global_attribute(library._RANDOM_SEED, None)
     assert runs[0] == runs[2] != runs[1]
     assert [seed for _, seed in runs] == [1, 2, 1, 7]
 

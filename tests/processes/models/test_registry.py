@@ -42,7 +42,7 @@ from ray_app.task.base import Batch
 from ray_app.task.tabular import TabularClassification
 from ray_app.track.mlflow_client import connect
 from tests.support.finished_run import FinishedRun
-from tests.support.mlflow_server import MlflowServer, make_database
+from tests.support.mlflow_server import MlflowServer, load_pyfunc, make_database
 from tests.support.paths import ROOT
 
 
@@ -278,9 +278,7 @@ def test_several_inputs_and_outputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="scale"):
         loaded.predict({"features": batch["features"]})
     table = pd.DataFrame({"features": list(batch["features"]), "scale": batch["scale"]})
-    assert np.array_equal(
-        loader._load_pyfunc(str(package.folder / "data" / "model")).predict(table)["scaled"], expected["scaled"]
-    )
+    assert np.array_equal(load_pyfunc(package.folder / "data" / "model").predict(table)["scaled"], expected["scaled"])
 
 
 @pytest.mark.rest
@@ -294,7 +292,7 @@ def test_a_table_of_features_is_served_and_unfit_values_are_refused(tmp_path: Pa
     expected = model(torch.from_numpy(features)).detach().numpy()
     served = mlflow.pyfunc.load_model(str(package.folder))
     assert np.array_equal(served.predict(pd.DataFrame(features)), expected)
-    predictor = loader._load_pyfunc(str(package.folder / "data" / "model"))
+    predictor = load_pyfunc(package.folder / "data" / "model")
     assert np.array_equal(predictor.predict(features.astype(np.float64)), expected)
     with pytest.raises(ValueError, match=r"shape \(rows, 3\)"):
         predictor.predict(features[:, :2])
@@ -526,22 +524,17 @@ def test_a_run_resolves_its_initial_model_version_once(
     assert f"init_from: models:/{name}@champion" in job.paths.config.read_text()
     unreachable = config.replace(tracking__uri="http://127.0.0.1:9")
     assert prepare(unreachable).resumes, "a resume must not ask MLflow again"
-    with pytest.raises(ConfigError, match=r"cannot be loaded from http://127.0.0.1:9"):
-        prepare(unreachable.replace(run__name="other"))
-    with pytest.raises(ConfigError, match=r"MLflow has no models:/begun-\w+/9"):
-        prepare(config.replace(run__name="other", train__init_from=f"models:/{name}/9"))
-    with pytest.raises(
-        ConfigError, match=f"holds parameters with the digest {first.params_digest}, but the run began with {'d' * 64}"
+    for fields, message in (
+        ({"tracking__uri": "http://127.0.0.1:9"}, r"cannot be loaded from http://127.0.0.1:9"),
+        ({"train__init_from": f"models:/{name}/9"}, f"MLflow has no models:/{name}/9"),
+        ({"train__init_digest": "d" * 64}, f"the digest {first.params_digest}, but the run began with {'d' * 64}"),
+        ({"train__init_from": "models:/"}, "models:/NAME@ALIAS"),
     ):
-        prepare(config.replace(run__name="other", train__init_digest="d" * 64))
-    with pytest.raises(ConfigError, match="models:/NAME@ALIAS"):
-        prepare(config.replace(run__name="other", train__init_from="models:/"))
+        with pytest.raises(ConfigError, match=message):
+            prepare(config.replace(run__name="other", **fields))
+    other = before.job.paths.checkpoint(second.step, second.fence) / "model.safetensors"
     with pytest.raises(RunExistsError, match=r"\+ train.init_digest"):
-        prepare(
-            config.replace(
-                train__init_from=str(before.job.paths.checkpoint(second.step, second.fence) / "model.safetensors")
-            )
-        )
+        prepare(config.replace(train__init_from=str(other)))
 
 
 @pytest.mark.rest

@@ -29,9 +29,10 @@ from ray_app.preflight.prepare import claim, prepare
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.image import ImageClassification
 from ray_app.task.tabular import TabularClassification, TabularRegression
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
-from ray_app.train.job import Hooks, Job
+from ray_app.testing import WorkerPool, cache_windows, stream_windows
+from ray_app.train.job import Job
 from tests.support.bad_rows import BadRowImages, job_of
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job, write_images
 
 files = st.lists(st.lists(st.integers(0, 25), max_size=4), min_size=1, max_size=7).filter(
@@ -261,14 +262,7 @@ def test_a_policy_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = policy_job(tmp_path / "run", data, name)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    several = worker_pool.train_new_run(job, 3, stream_windows)
-    assert several.digests == alone.digests
-    assert several.steps == alone.steps
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
-    assert "dies after step 6" in str(outcomes[0].error)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
+    train_and_resume(worker_pool, job)
     summary = summarize(job, "finished")
     assert summary["rows"] == 2 * job.plan.rows_per_epoch
     assert summary["rows_by_logical_worker"] == [2 * job.plan.stream_rows(v) for v in range(4)]

@@ -225,13 +225,13 @@ def test_the_names_of_checkpoints(straight: Job, data: Path, tmp_path: Path) -> 
     config = config_of(data, tmp_path, "branch", schedule=COSINE, train__max_steps=40)
     for name, step in {"": 12, "@newest": 12, "@step-10": 10, "@step-5-1": 5, "@step-5-0001": 5}.items():
         assert prepare(config.replace(run__branch_from=f"{root}{name}")).job.config.run.first_step == step
-    by_epoch = config.replace(run__branch_from=f"{root}@epoch-1")
-    with pytest.raises(ConfigError, match=r"names epoch-1 of .*, which has the checkpoints step-5, step-10, step-12"):
-        prepare(by_epoch)
-    with pytest.raises(ConfigError, match="The best one is known when the run has ended"):
-        prepare(config.replace(run__branch_from=f"{root}@best"))
-    with pytest.raises(ConfigError, match=r"come @newest, @best, @step-N or @epoch-N"):
-        prepare(config.replace(run__branch_from=f"{root}@last"))
+    for name, message in {
+        "epoch-1": r"names epoch-1 of .*, which has the checkpoints step-5, step-10, step-12",
+        "best": "The best one is known when the run has ended",
+        "last": r"come @newest, @best, @step-N or @epoch-N",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            prepare(config.replace(run__branch_from=f"{root}@{name}"))
     copy = shutil.copytree(root, tmp_path / "copy")
     put_json(RunPaths(copy).summary, {"best": {"step": 10}})
     assert prepare(config.replace(run__branch_from=f"{copy}@best")).job.config.run.first_step == 10
@@ -291,10 +291,9 @@ def test_a_branch_has_its_own_copy_and_is_resumed_as_it_is(straight: Job, data: 
     assert resumed.resumes
     assert resumed.branch is None
     assert resumed.job.config.run == job.config.run
-    with pytest.raises(RunExistsError, match=r"run\.branch_point"):
-        prepare(config.replace(run__branch_from=f"{straight.paths.root}@step-10"))
-    with pytest.raises(RunExistsError, match=r"run\.branch_point"):
-        prepare(config.replace(run__branch_from=None))
+    for source in (f"{straight.paths.root}@step-10", None):
+        with pytest.raises(RunExistsError, match=r"run\.branch_point"):
+            prepare(config.replace(run__branch_from=source))
     train_in_process(claim(resumed, 2).job, SingleProcessMembership(3, lambda: False), Hooks())
     assert newest(job)[1] == newest(straight)[1]
     shutil.rmtree(tmp_path / "branch" / "checkpoints")

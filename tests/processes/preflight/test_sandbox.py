@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_app.preflight.sandbox import _MAX_OUTPUT_BYTES, Sandbox
+from ray_app.preflight.sandbox import MAX_OUTPUT_BYTES, Sandbox
 from tests.support.waiting import wait_until
 
 
@@ -19,7 +19,7 @@ def flood(out: str) -> int:
         nonlocal printed_bytes
         printed_bytes += 50_000
         print("x" * 49_999, flush=True)
-        return printed_bytes > 2 * _MAX_OUTPUT_BYTES and Path(out).stat().st_size < _MAX_OUTPUT_BYTES
+        return printed_bytes > 2 * MAX_OUTPUT_BYTES and Path(out).stat().st_size < MAX_OUTPUT_BYTES
 
     wait_until(is_truncated, "the output file was not truncated")
     print("the end")
@@ -34,7 +34,7 @@ def test_the_output_of_a_process_is_bounded_on_disk(tmp_path: Path) -> None:
     finally:
         sandbox.close()
     assert ended.error is None, ended.error
-    assert ended.value > 2 * _MAX_OUTPUT_BYTES
+    assert ended.value > 2 * MAX_OUTPUT_BYTES
     assert ended.output.splitlines()[-1] == "the end"
 
 

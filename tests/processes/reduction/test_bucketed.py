@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ray_app.config.sections import TrainSection
 from ray_app.errors import ConfigError, PeerLostError
-from ray_app.reduction.bucketed import BucketedReducer, _split_into_buckets
+from ray_app.reduction.bucketed import BucketedReducer, split_into_buckets
 from ray_app.reduction.peer_errors import collective
 from ray_app.reduction.world import World
 from ray_app.testing import WorkerPool
 from ray_app.train.build import build_reducer
 from ray_app.train.membership import GenerationInfo
-from ray_app.train.process_group import ProcessGroup, _list_sockets
-from tests.support.local_world import LocalMembership, TinyImages, make_job
+from ray_app.train.process_group import ProcessGroup
+from tests.support.local_world import LocalMembership, TinyImages, has_begun_to_open, make_job
 from tests.support.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -34,8 +34,8 @@ def test_exact_reduction_is_bit_identical_for_all_bucket_sizes(
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     parameters = list(TinyImages().build_model().parameters())
-    assert len(_split_into_buckets(parameters, 8 << 20, 8 << 20)) == 1
-    assert len(_split_into_buckets(parameters, *[int(SMALL_MB * (1 << 20))] * 2)) > 1
+    assert len(split_into_buckets(parameters, 8 << 20, 8 << 20)) == 1
+    assert len(split_into_buckets(parameters, *[int(SMALL_MB * (1 << 20))] * 2)) > 1
     runs = [
         worker_pool.train_new_run(make_job(tmp_path / "run", data, task=TinyImages(), train__bucket_mb=mb), size)
         for mb, size in ((8.0, 1), (SMALL_MB, 3))
@@ -146,7 +146,7 @@ def read_connections_after_an_abort(rank: int, store: Path, port: int) -> list[b
 
     opening = threading.Thread(target=open_group)
     opening.start()
-    wait_until(lambda: any(group._is_store(number) for number, _ in _list_sockets()), "it has not begun to open")
+    wait_until(lambda: has_begun_to_open(group), "it has not begun to open")
     pairs.append(connect_pair())
     wait_until(lambda: group.abort() or not opening.is_alive(), "the abort does not end the opening")
     assert isinstance(errors[0], dist.DistError), errors
@@ -175,11 +175,8 @@ def read_connection_beside_a_group(
     opening = threading.Thread(target=group.open, args=(GenerationInfo(1, rank, size, "127.0.0.1", port), CPU, "auto"))
     sync_store.wait([f"made-{before}" for before in range(rank)])
     opening.start()
-    wait_until(
-        lambda: any(group._is_store(number) for number, _ in _list_sockets()) or not opening.is_alive(),
-        "it has not begun to open",
-    )
-    assert group._sockets is None or rank == size - 1, "the group opened without its peers"
+    wait_until(lambda: has_begun_to_open(group) or not opening.is_alive(), "it has not begun to open")
+    assert opening.is_alive() or rank == size - 1, "the group opened without its peers"
     client = socket.create_connection(server.getsockname())
     sync_store.set(f"made-{rank}", "")
     opening.join()

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from ray_app.errors import ConfigError
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows
 from ray_app.train.build import load_reducer
-from ray_app.train.job import Hooks, Job
+from ray_app.train.job import Job
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import make_job, write_images
 
 REDUCER = "tests.support.own_reducer.OneDevice"
@@ -30,12 +31,7 @@ def test_the_reducer_of_the_documentation_is_bit_identical_on_any_workers(
         return make_job(tmp_path / name, data, train__reducer=reducer, **fields)
 
     job = job_of("own", REDUCER)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    several = worker_pool.train_new_run(job, 4, cache_windows)
-    assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
+    alone = train_and_resume(worker_pool, job, (1, 4))
     other = worker_pool.train_new_run(job_of("application", None), 2, cache_windows)
     for name, value in other.snapshot.model.items():
         assert torch.allclose(value, alone.snapshot.model[name], rtol=1e-3, atol=1e-3), name

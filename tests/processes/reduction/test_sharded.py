@@ -37,8 +37,9 @@ from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
+from tests.support.bit_identity import assert_bit_identical
 from tests.support.local_world import CLASSES, CPU, CustomTrainingStep, LocalMembership, TinyImages, feed_of
-from tests.support.sharded import ONE_CYCLE, Units, assert_bit_identical, committed_before, fsdp_job
+from tests.support.sharded import ONE_CYCLE, Units, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 
@@ -148,9 +149,12 @@ def test_a_lost_worker_rolls_its_peers_back_to_the_last_checkpoint(
 
 
 @pytest.mark.rest
-def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "central_storage"])
+def test_a_restart_after_a_killed_worker_is_bit_identical(
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str
+) -> None:
     """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
-    job = fsdp_job(tmp_path / "run", data)
+    job = fsdp_job(tmp_path / "run", data, train__strategy=strategy)
     plain = worker_pool.train_new_run(fsdp_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
     kill = HookChain((committed_before(job, 8), DieAfter(8, killed=0)))
     outcomes = worker_pool.train(job, 3, Hooks(after_step=kill), cache_windows)
@@ -163,16 +167,20 @@ def test_a_restart_after_a_killed_worker_is_bit_identical(worker_pool: WorkerPoo
 
 
 @pytest.mark.parametrize(
-    "groups",
-    [[[0, 1, 2], [2], [2, 3]], pytest.param([[0, 1], [1, 2, 3], [3, 1]], marks=pytest.mark.rest)],
-    ids=["two neighbors leave", "one leaves and two join"],
+    ("strategy", "groups"),
+    [
+        ("fsdp", [[0, 1, 2], [2], [2, 3]]),
+        pytest.param("fsdp", [[0, 1], [1, 2, 3], [3, 1]], marks=pytest.mark.rest),
+        ("central_storage", [[0, 1], [1], [1, 2, 3]]),
+    ],
+    ids=["two neighbors leave", "one leaves and two join", "the holder leaves"],
 )
 def test_workers_leave_and_join_without_repeating_steps(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path, groups: list[list[int]]
+    worker_pool: WorkerPool, data: Path, tmp_path: Path, strategy: str, groups: list[list[int]]
 ) -> None:
     """Each rank receives its rows from those that the others have kept, also from those of ranks that leave."""
     fields = {"checkpoint__every_steps": None, "train__ema_decay": 0.9, "schedule": ONE_CYCLE}
-    job = fsdp_job(tmp_path / "run", data, **fields)
+    job = fsdp_job(tmp_path / "run", data, **fields, train__strategy=strategy)
     plain = worker_pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )

@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.drill.faults import HookChain
 from ray_app.errors import ConfigError
 from ray_app.task.base import Batch
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run, stream_windows
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
+from tests.support.bit_identity import assert_bit_identical, train_and_resume, train_on_workers
 from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.sharded import ONE_CYCLE, SGD, Units, assert_bit_identical, committed_before, fsdp_job
+from tests.support.sharded import ONE_CYCLE, SGD, Units, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 WITH_AVERAGE = {"schedule": ONE_CYCLE, "train__ema_decay": 0.9, "train__grad_clip_norm": 0.5, "train__freeze": ["0.*"]}
@@ -33,10 +34,7 @@ def assert_bit_identical_to_ddp(
     plain = pool.train_new_run(
         fsdp_job(folder / "plain", data, task, train__strategy="ddp", **fields), 2, cache_windows
     )
-    for size in sizes:
-        assert_bit_identical(
-            pool.train_new_run(fsdp_job(folder / "run", data, task, **fields), size, cache_windows), plain
-        )
+    train_on_workers(pool, fsdp_job(folder / "run", data, task, **fields), sizes, plain)
 
 
 @pytest.mark.rest
@@ -49,12 +47,7 @@ def test_fsdp_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     plain = worker_pool.train_new_run(
         fsdp_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )
-    for size in (1, 3, 4):
-        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), plain)
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(6)), cache_windows)
-    assert read_trained_run(job).commit.step == 6
-    worker_pool.train_to_end(job, 2, stream_windows)
-    assert_bit_identical(read_trained_run(job), plain)
+    train_and_resume(worker_pool, job, (1, 3, 4), ends=(3, 6), expected=plain)
 
 
 @pytest.mark.rest
@@ -178,9 +171,7 @@ def test_half_precision_is_bit_identical_on_any_number_of_workers(
 ) -> None:
     """The runs differ from `ddp`, since its autocast rounds in other places."""
     job = fsdp_job(tmp_path / "run", data, train__precision="bf16", train__epochs=1, train__grad_clip_norm=0.5)
-    first = worker_pool.train_new_run(job, 1, cache_windows)
-    for size in (2, 3, 4):
-        assert_bit_identical(worker_pool.train_new_run(job, size, cache_windows), first)
+    train_on_workers(worker_pool, job, (1, 2, 3, 4))
 
 
 @pytest.mark.rest
@@ -189,8 +180,7 @@ def test_a_compiled_model_is_bit_identical_on_any_number_of_workers(
 ) -> None:
     """The run differs from `ddp`, since the compiler sees the model in other pieces."""
     job = fsdp_job(tmp_path / "run", data, train__compile=True, train__epochs=1)
-    first = worker_pool.train_new_run(job, 1, cache_windows)
-    assert_bit_identical(worker_pool.train_new_run(job, 3, cache_windows), first)
+    train_on_workers(worker_pool, job, (1, 3))
 
 
 @pytest.mark.rest

@@ -83,12 +83,12 @@ def count_sums_during_backward(
 
         def count_sums() -> int:
             views = {
-                p: view for bucket in reducer._buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
+                p: view for bucket in reducer.buckets for p, view in zip(bucket.parameters, bucket.views, strict=True)
             }
             return sum(torch.equal(views[p], value) for p, value in zip(model.parameters(), expected, strict=True))
 
         def before_first() -> None:
-            if reducer._listening:
+            if any(not bucket.missing for bucket in reducer.buckets):
                 wait_until(lambda: count_sums() >= 4, "no sum arrives before the end of backward", 20)
                 counts.append(count_sums())
 
@@ -172,7 +172,7 @@ def test_empty_parameters_are_reduced_too(worker_pool: WorkerPool) -> None:
 
 def test_buckets_are_freed_without_the_garbage_collector() -> None:
     reducer = BucketedReducer(Network(), World(0, 1, LOGICAL_WORKERS), "exact", TINY_MB)
-    references = [weakref.ref(bucket) for bucket in reducer._buckets]
+    references = [weakref.ref(bucket) for bucket in reducer.buckets]
     reducer.close()
     gc.disable()
     try:
@@ -200,7 +200,7 @@ def read_error_of_a_lost_rank(rank: int, store: Path, port: int) -> list[str]:
     reducer = BucketedReducer(model, World(rank, 2, LOGICAL_WORKERS), "exact", TINY_MB)
 
     def before_first() -> None:
-        if reducer._listening:
+        if any(not bucket.missing for bucket in reducer.buckets):
             wait_until(thread_waits, "the reduction thread does not wait")
             sync_store.set("waits", "")
 

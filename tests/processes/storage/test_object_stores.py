@@ -111,12 +111,14 @@ def test_files_behave_the_same_on_a_disk_and_on_object_stores(folder: Location) 
 
 
 def test_folders_of_keys_and_values_are_columns_of_data(folder: Location) -> None:
-    for name, x in {"kind=a b/year=2023": 1.0, "kind=a%2Fb/year=2024": 2.0}.items():
+    missing = "kind=ü/year=__HIVE_DEFAULT_PARTITION__"
+    for name, x in {"kind=a b/year=2023": 1.0, "kind=a%2Fb/year=2024": 2.0, missing: 3.0}.items():
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table({"x": [x] * 2}), sink)
         put_atomic(folder / name / "a.parquet", sink.getvalue().to_pybytes())
     dataset = open_dataset(str(folder))
     assert dataset.manifest.rules.partitions == {"kind": "string", "year": "int64"}
+    assert (dataset.facts.columns["year"].nulls, dataset.facts.columns["kind"].nulls) == (2, 0)
     columns = ["x", "kind", "year"]
     first = decode_first_row(
         dataset, columns, lambda rows: {"x": rows["x"], "year": rows["year"], "length": np.char.str_len(rows["kind"])}

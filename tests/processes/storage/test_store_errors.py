@@ -30,9 +30,9 @@ REQUESTS: dict[str, Callable[[ObjectPath], object]] = {
 @pytest.fixture(params=STORES)
 def folder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectPath]:
     monkeypatch.setattr(object_stores, "_TIMEOUT_S", 1)
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
     yield request.getfixturevalue(f"{request.param}_folder")
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
 
 
 @contextmanager
@@ -89,10 +89,10 @@ def test_a_refused_key_is_reported(s3_server: S3Server, s3_folder: ObjectPath, r
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_a_wrong_azure_key_is_reported(az_server: AzureServer, request_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", KEY.replace("E", "F"))
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
     with expect_refusal(PermissionError, r"access is refused \(403 AuthorizationFailure Server failed to authenticate"):
         REQUESTS[request_](az_server.path("wrong"))
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
@@ -122,9 +122,9 @@ def test_credentials_of_a_profile_are_used(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_PROFILE", "mine")
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
     assert put_atomic(s3_folder / "a", b"1")
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
     config = object_stores._OBJECT_STORES["s3"].config({})
     assert config["region"] == "eu-west-1"
     assert config["credential_provider"]()["access_key_id"] == "test"
@@ -132,7 +132,7 @@ def test_credentials_of_a_profile_are_used(
 
 def test_a_missing_profile_is_reported(s3_folder: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "absent")
-    object_stores._open_store.cache_clear()
+    object_stores.open_store.cache_clear()
     with expect_refusal(
         PermissionError, r"no credentials were found .*The config profile \(absent\) could not be found"
     ):

@@ -24,12 +24,13 @@ from ray_app.task.language_model import CausalLanguageModel
 from ray_app.task.losses import MetricKey, sum_losses
 from ray_app.task.metrics import combine, score
 from ray_app.task.ragged import Ragged, to_batch
-from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import train
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.state.state import TrainingState
+from tests.support.bit_identity import assert_bit_identical, train_and_resume
 from tests.support.local_world import CPU, make_job
 from tests.support.paths import ROOT
 from tests.support.shifting_world import KillOnce, train_shifting
@@ -73,16 +74,8 @@ def test_training_is_bit_identical_for_any_worker_count_a_kill_and_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, options: dict[str, Any], precision: str
 ) -> None:
     job = job_of(tmp_path / "run", data, CausalLanguageModel(spec(), **options), train__precision=precision)
-    first = worker_pool.train_new_run(job, 1, cache_windows)
-    for size in (2, 4):
-        trained = worker_pool.train_new_run(job, size, cache_windows)
-        assert (trained.digests, trained.steps) == (first.digests, first.steps)
+    first = train_and_resume(worker_pool, job, (1, 2, 4), ends=(3, 5))
     assert options or first.steps[-1][1] < first.steps[0][1], "the loss did not fall"
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
-    assert all(isinstance(o.error, KilledError) for o in outcomes)
-    assert read_trained_run(job).commit.step == 3, "the newest checkpoint must be in the middle of an epoch"
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == first.digests
     kill = KillOnce(tmp_path / "killed", step=5, rank=0)
     lost = job_of(tmp_path / "lost", data, CausalLanguageModel(spec(), **options), train__precision=precision)
     outcomes = train_shifting(worker_pool, lost, [[0, 1], [1]], [], Hooks(after_step=kill))
@@ -120,8 +113,7 @@ def test_fsdp_by_blocks_is_bit_identical_to_ddp(
     sharded = worker_pool.train_new_run(
         job_of(tmp_path / "run", data, task, optimizer=sgd, train__strategy="fsdp"), 2, cache_windows
     )
-    assert sharded.steps == plain.steps
-    assert sharded.digests == plain.digests
+    assert_bit_identical(sharded, plain)
 
 
 def test_the_shard_units_are_the_transformer_blocks() -> None:
@@ -208,7 +200,7 @@ def test_the_loss_in_parts_has_the_bits_of_the_whole_and_keeps_no_copy_of_the_sc
             torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t),
             torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16),
         ):
-            losses = module._token_losses(logits, labels)
+            losses = module.token_losses(logits, labels)
         losses.sum().backward()
         results.append((losses, logits.grad))
         if positions < 24:

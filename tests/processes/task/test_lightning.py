@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from ray_app.config.config import Config
 from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.errors import ConfigError
 from ray_app.preflight.prepare import prepare
-from ray_app.runlog.journal import read_events
 from ray_app.task.lightning import LightningTask
 from ray_app.task.metrics import combine, score
-from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
-from ray_app.train.job import Hooks, Job
+from ray_app.testing import WorkerPool, read_trained_run
+from ray_app.train.job import Job
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CPU, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
@@ -49,18 +48,10 @@ def test_a_module_trains_bit_identically_on_any_workers_after_a_kill_and_a_resum
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path / "one", data, task_of(), checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one, two = worker_pool.train_new_run(job, 1), worker_pool.train_new_run(job, 2)
-    assert (two.digests, two.steps) == (one.digests, one.steps)
+    one = train_and_resume(worker_pool, job, (1, 2), ends=(2, 5), resumed=1, killed=1)
     assert one.snapshot.optimizer["param_groups"][0]["momentum"] == 0.9
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the module's schedule moves after every step"
-
-    killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    worker_pool.train_to_end(replace(killed, fence=2), 1)
-    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
     assert job.plan.steps_per_epoch == 9
-    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
 @pytest.mark.rest
@@ -110,7 +101,7 @@ def test_an_evaluation_is_the_mean_over_rows_of_logged_values(data: Path, tmp_pa
     right = (model.eval()((images * 255).byte().float() / 255).argmax(1) == labels).float().mean().item()
     assert alone.values.keys() == {"accuracy", "rows", "loss"}
     assert math.isclose(alone.values["accuracy"], right, abs_tol=1e-6)
-    assert model.accuracy._update_count == 0, "the metric of the module must not accumulate from step to step"
+    assert not model.accuracy.update_called, "the metric of the module must not accumulate from step to step"
     assert alone.values["rows"] == (10 * 10 + 10 * 10 + 5 * 5) / 25
 
 

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from ray_app import load_config
 from ray_app.testing import WorkerPool, make_job
+from tests.support.bit_identity import train_on_workers
 
 
 def test_the_default_network_is_bit_identical_on_any_number_of_workers(worker_pool: WorkerPool, tmp_path: Path) -> None:
@@ -29,5 +30,4 @@ def test_the_default_network_is_bit_identical_on_any_number_of_workers(worker_po
         train__max_steps=7,
     )
     job = make_job(config, tmp_path / "run")
-    first, *others = (worker_pool.train_new_run(job, size) for size in (1, 2, 3))
-    assert all(run.digests == first.digests for run in others)
+    train_on_workers(worker_pool, job, (1, 2, 3))

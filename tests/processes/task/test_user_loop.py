@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from ray_app.config.import_paths import TASK_OPTIMIZER
 from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.changes import read_code_versions
 from ray_app.preflight.prepare import prepare
-from ray_app.runlog.journal import read_events
 from ray_app.task.user_loop import LoopTask
-from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
-from ray_app.train.job import Hooks, Job
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
+from ray_app.train.job import Job
+from tests.support.bit_identity import train_and_resume
 from tests.support.campaign import Campaign
 from tests.support.local_world import make_job
 from tests.support.pages import blocks
@@ -44,20 +43,10 @@ def test_a_loop_trains_bit_identically_on_any_workers_after_a_kill_and_a_resume(
 ) -> None:
     log_file = tmp_path / "log"
     job = job_of(tmp_path / "one", data, log_file=log_file, checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one = worker_pool.train_new_run(job, 1)
-    assert log_file.read_text() == "after the loop\n"
-    two = worker_pool.train_new_run(job, 2)
-    assert (two.digests, two.steps) == (one.digests, one.steps)
-    assert log_file.read_text() == "after the loop\n" * 3
+    one = train_and_resume(worker_pool, job, (1, 2), ends=(2, 5), resumed=1, killed=1)
+    assert log_file.read_text() == "after the loop\n" * (1 + 2 + 1), "the script does not go on after its loop"
     assert [step[2] for step in one.steps[:4]] == [0.1, 0.1, 0.1, 0.05], "the script's schedule moves after every step"
     assert [dict(step[-1]).keys() for step in one.steps] == [{"accuracy"}] * 18
-
-    killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    worker_pool.train_to_end(replace(killed, fence=2), 1)
-    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
-    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
 
 
 @pytest.mark.rest

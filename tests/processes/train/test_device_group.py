@@ -422,13 +422,13 @@ def test_an_abort_ends_the_wait_for_a_peer_that_is_lost_while_it_connects(
 
 def test_a_group_is_stuck_long_after_an_abort_that_did_not_end_its_forming(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ProcessGroup()
-    group._is_forming = True
+    group.is_forming = True
     states = [group.is_stuck]
     group.abort()
     states.append(group.is_stuck)
     monkeypatch.setattr(process_group, "_STUCK_S", -1.0)
     states.append(group.is_stuck)
-    group._is_forming = False
+    group.is_forming = False
     assert [*states, group.is_stuck] == [False, False, True, False]
 
 
@@ -442,7 +442,7 @@ def abort_groups_that_wait_for_each_other(rank: int, store: Path, port: int) -> 
         patch.setattr(process_group, "_LAUNCH_S", 600.0)
         group.open(info, CPU, BACKEND_2)
         dist.barrier()
-        groups: list[DeviceGroup] = group._all_groups()
+        groups: list[DeviceGroup] = group.all_groups()
         for device, other in zip(groups, [*groups[1:], groups[0]], strict=True):
             device.waits_for = other
         group.abort()
@@ -465,7 +465,7 @@ def abort_during_a_launch(rank: int, store: Path, port: int) -> list[str]:
     try:
         with launch_guard(world)():
             group.abort()
-            wait_until(lambda: bool(group._abort_threads), "no abort thread has started")
+            wait_until(lambda: any(thread.name == "abort" for thread in threading.enumerate()), "no abort begins")
             events.append("launch")
         with pytest.raises(PeerLostError, match="process group is aborted"), launch_guard(world)():
             events.append("another launch")

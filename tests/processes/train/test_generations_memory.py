@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from ray_app.errors import PeerLostError
@@ -79,7 +80,9 @@ def step_once(job: Job, state: TrainingState, world: World) -> list[Any]:
     moments = [
         v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor) and v.ndim
     ]
-    shards = [p._local_tensor for p in state.model.parameters()]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        # With gradients it would be another object.
+        shards = [p.to_local() for p in state.model.parameters()]  # type: ignore[attr-defined]
     assert len(moments) == 2 * len(shards)
     return [weakref.ref(tensor) for tensor in (*moments, *shards)]
 
@@ -91,13 +94,13 @@ def count_alive_shards(rank: int, store: Path, job: Job, breaks: bool) -> list[i
     assert isinstance(state.backend, ShardedBackend)
     shards = list[Any]()
     alive_counts = list[int]()
-    build_model = state._build_model
+    build_model = state.backend.build_model
 
-    def count_and_build() -> nn.Module:
+    def count_and_build(*arguments: Any) -> nn.Module:
         alive_counts.append(sum(reference() is not None for reference in shards))
-        return build_model()
+        return build_model(*arguments)
 
-    state._build_model = count_and_build
+    state.backend.build_model = count_and_build
     for breaks_now in (breaks, False):
         try:
             with state.backend.bind(World(0, 1, 2)) as world:

@@ -13,8 +13,9 @@ import pytest
 from ray_app.task.base import Task
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.module import ModuleTask
-from ray_app.testing import DieAfter, KilledError, WorkerPool, read_trained_run, stream_windows
+from ray_app.testing import WorkerPool, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import make_job
 from tests.support.pictures import table_data, write_pictures
 from tests.support.shapes import write_shapes
@@ -81,8 +82,7 @@ def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
         settings = {"train__epochs": 2, "checkpoint__every_epochs": None, "checkpoint__every_steps": 2}
         return make_job(tmp_path / name, Path(path), logical_workers=2, batch=16, task=task, **settings, **fields)
 
-    first = worker_pool.train_new_run(job("whole"), 1)
-    assert worker_pool.train_new_run(job("two"), 2).digests == first.digests
+    first = train_and_resume(worker_pool, job("again"), (1, 2), (2, 5), resumed=1, windows=(stream_windows,))
 
     kill = KillOnce(tmp_path / "killed", step=4, rank=0)
     train_shifting(
@@ -90,9 +90,3 @@ def test_a_task_is_bit_identical_after_a_killed_worker_and_a_resume(
     )
     assert kill.proof.exists()
     assert read_trained_run(shrunk).digests == first.digests
-
-    outcomes = worker_pool.train(resumed := job("again"), 2, Hooks(after_step=DieAfter(5)))
-    assert all(isinstance(outcome.error, KilledError) for outcome in outcomes)
-    assert read_trained_run(resumed).commit.step == 4, "the last checkpoint is not in the middle of an epoch"
-    worker_pool.train_to_end(resumed, 1)
-    assert read_trained_run(resumed).digests == first.digests

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from ray_app.errors import ConfigError
 from ray_app.reduction.world import World
 from ray_app.task.base import Batch
-from ray_app.testing import DieAfter, KilledError, TrainedRun, WorkerPool, cache_windows
+from ray_app.testing import TrainedRun, WorkerPool, cache_windows
 from ray_app.train.build import build_state
 from ray_app.train.job import Hooks, Job
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CLASSES, TinyImages, make_job
 
 ADAM = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
@@ -298,15 +299,13 @@ def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_
     """A generation ends as planned between an update and the next step."""
     job = job_of(tmp_path / "run", data, Averaging(), **CENTRAL)
     state = build_state(job.config, job.task, torch.device("cpu"), job.total_steps)
-    backend: Any = state.backend
-    world = World(0, 1, 1)
+    backend, world = state.backend, World(0, 1, 1)
     backend.share(world, lambda: state.initialize(None))
     plain = job.task.build_model()
     plain.load_state_dict(state.master.state_dict())
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     for step in range(4):
         if resize_at and step == resize_at:
-            backend._whole = None
             backend.collect()
             backend.share(world, lambda: None)
         backend.broadcast_parameters()
@@ -318,7 +317,6 @@ def test_buffers_of_an_update_and_of_a_forward_survive_a_resize(data: Path, tmp_
             model(images).square().mean().backward()
         state.optimizer_step()
         job.task.apply_gradients(plain, optimizer)
-    backend._whole = None
     backend.collect()
     trained = state.snapshot().model
     assert all(trained[name].equal(value) for name, value in plain.state_dict().items())
@@ -355,13 +353,7 @@ def test_a_learning_rate_of_a_numpy_type_survives_a_resume(worker_pool: WorkerPo
         "class_path": "torch.optim.lr_scheduler.LambdaLR",
         "init_args": {"lr_lambda": "tests.support.odd_optimizers.cosine"},
     }
-    undisturbed = train_new_run(worker_pool, tmp_path / "undisturbed", data, DenseImages(), 1, schedule=schedule)
-    job = job_of(tmp_path / "run", data, DenseImages(), schedule=schedule)
-    assert {
-        type(outcome.error) for outcome in worker_pool.train(job, 3, Hooks(after_step=DieAfter(5)), cache_windows)
-    } == {KilledError}
-    resumed = worker_pool.train_new_run(job, 2, cache_windows)
-    assert (resumed.digests, resumed.steps) == (undisturbed.digests, undisturbed.steps)
+    train_and_resume(worker_pool, job_of(tmp_path / "run", data, DenseImages(), schedule=schedule), (1,), (3, 5))
 
 
 @pytest.mark.rest

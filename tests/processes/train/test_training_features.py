@@ -18,17 +18,18 @@ from ray_app.errors import ConfigError, NonFiniteError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.world import World
 from ray_app.task.base import Batch
-from ray_app.task.classification import _draw_beta, mix_images, smooth_targets
+from ray_app.task.classification import draw_beta, mix_images, smooth_targets
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification, small_cnn
 from ray_app.task.precision import FIRST_SCALE, LossScale
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags, SingleProcessMembership
 from ray_app.train.state.parameters import freeze_parameters
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import Passes
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import (
     CLASSES,
     CPU,
@@ -102,15 +103,8 @@ def test_a_feature_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str, plain_digest: str
 ) -> None:
     job = job_of(name, tmp_path / "run", data)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
+    alone = train_and_resume(worker_pool, job)
     assert len(alone.steps) == job.total_steps
-    several = worker_pool.train_new_run(job, 3, cache_windows)
-    assert several.digests == alone.digests
-    assert several.steps == alone.steps
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    assert "dies after step 7" in str(outcomes[0].error)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
     # A norm that overflowed is recorded as null, since JSON has no infinity.
     overflowed = [step[3] for step in alone.steps].count(None)
     assert (overflowed > 4) == (name == "overflow"), (
@@ -346,10 +340,10 @@ def test_images_and_targets_are_mixed_in_the_same_proportion(mixup: float, cutmi
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 8.0])
 def test_shares_of_mixtures_follow_the_beta_distribution_and_depend_on_the_row_alone(alpha: float) -> None:
     keys = torch.arange(50_000, dtype=torch.int64) * 7919
-    shares = _draw_beta(keys, alpha)
+    shares = draw_beta(keys, alpha)
     assert kstest(shares.numpy(), beta(alpha, alpha).cdf).pvalue > 0.01
     for first in range(8):
-        assert torch.equal(_draw_beta(keys[first : first + 7], alpha), shares[first : first + 7])
+        assert torch.equal(draw_beta(keys[first : first + 7], alpha), shares[first : first + 7])
 
 
 # --- compiled
@@ -362,14 +356,7 @@ def test_a_compiled_model_is_bit_identical_on_any_workers_and_after_a_resume(
 ) -> None:
     fields: dict[str, Any] = {"task": ImageClassification(**CNN), "train__max_steps": 9, "checkpoint__every_steps": 4}
     job = make_job(tmp_path / "run", data, train__compile=True, **fields)
-    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 2, cache_windows)
-    assert several.digests == alone.digests
-    assert several.steps == alone.steps
-    worker_pool.train(job, 2, Hooks(after_step=DieAfter(7)), cache_windows)
-    assert read_trained_run(job).commit.step == 4
-    worker_pool.train_to_end(job, 1, cache_windows)
-    resumed = read_trained_run(job)
-    assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
+    alone = train_and_resume(worker_pool, job, (1, 2), ends=(2, 7), resumed=1)
     plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data, **fields), 1, cache_windows)
     assert plain.commit.params_digest != alone.commit.params_digest, "the model was not compiled"
 
@@ -387,7 +374,7 @@ def test_every_size_of_a_micro_batch_is_compiled(data: Path, tmp_path: Path, mon
     state = state_of(job)
     passes = Passes(job.config, job.task, CPU, state.model)
     for size in sizes:
-        passes._compiled_model(torch.zeros(size, 1, 8, 8))
+        passes.losses_of({"image": torch.zeros(size, 1, 8, 8), "label": torch.zeros(size, dtype=torch.int64)}, size)
     assert counter.frame_count == len(sizes)
 
 

@@ -21,6 +21,7 @@ from ray_app.testing import (
     stream_windows,
 )
 from ray_app.train.job import Hooks, Job, OpenWindows
+from tests.support.bit_identity import assert_bit_identical, train_on_workers
 from tests.support.local_world import LocalMembership, TinyImages, make_job, write_images
 
 # The rows of each row group of each file.
@@ -38,20 +39,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: write_images(root / str(i), files) for i, (name, files) in enumerate(SHAPES.items())}
 
 
-def assert_bit_identical(runs: list[TrainedRun]) -> None:
-    """Asserts that the runs have the same digests and the same records of steps."""
-    for run in runs[1:]:
-        assert run.digests == runs[0].digests
-        assert run.steps == runs[0].steps
-
-
 @pytest.mark.parametrize("windows", [stream_windows, pytest.param(cache_windows, marks=pytest.mark.rest)])
 def test_training_is_bit_identical_for_all_world_sizes(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, windows: OpenWindows
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], train__epochs=2, schedule=STEPLR)
     runs = [worker_pool.train_new_run(job, size, windows) for size in (1, 2, 3, 4)]
-    assert_bit_identical(runs)
+    for run in runs[1:]:
+        assert_bit_identical(run, runs[0])
     assert len(runs[0].steps) == job.total_steps == 18
     assert [sum(rows) for *_, rows, _ in runs[0].steps[:9]] == [12] * 8 + [7]
     assert [run.workers[0] for run in runs] == [[1], [2], [3], [4]]
@@ -71,7 +66,7 @@ def test_uneven_reduction_trees_are_bit_identical(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, logical_workers: int, sizes: tuple[int, ...]
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], logical_workers=logical_workers, batch=30, train__epochs=2)
-    assert_bit_identical([worker_pool.train_new_run(job, size) for size in sizes])
+    train_on_workers(worker_pool, job, sizes)
 
 
 def test_logical_workers_are_a_hyperparameter(worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path) -> None:
@@ -97,9 +92,8 @@ def test_a_last_step_with_one_row_or_none_per_worker_is_bit_identical(
     """The dense network has a batch-norm over one value per channel in that step."""
     task = TinyImages() if tiny else None
     job = make_job(tmp_path / "run", data[shape], task=task, train__epochs=2)
-    runs = [worker_pool.train_new_run(job, size) for size in (1, 2, 3, 4)]
-    assert_bit_identical(runs)
-    assert [sorted(rows, reverse=True) for *_, rows, _ in runs[0].steps[8::9]] == [
+    first = train_on_workers(worker_pool, job, (1, 2, 3, 4))
+    assert [sorted(rows, reverse=True) for *_, rows, _ in first.steps[8::9]] == [
         [1, 1, 0, 0] if "1, 1" in shape else [1, 0, 0, 0]
     ] * 2
 
@@ -127,10 +121,9 @@ def test_settings_are_bit_identical_for_all_world_sizes(
 ) -> None:
     settings = dict(logical_workers=4, batch=12, train__max_steps=11, train__epochs=2)
     job = make_job(tmp_path / "run", data["103 rows"], **settings, **fields)
-    runs = [worker_pool.train_new_run(job, size) for size in (1, 2, 4)]
-    assert_bit_identical(runs)
+    first = train_on_workers(worker_pool, job, (1, 2, 4))
     plain = worker_pool.train_new_run(make_job(tmp_path / "plain", data["103 rows"], **settings), 1)
-    assert runs[0].commit.params_digest != plain.commit.params_digest, "the setting has no effect"
+    assert first.commit.params_digest != plain.commit.params_digest, "the setting has no effect"
 
 
 @pytest.mark.rest
@@ -139,8 +132,7 @@ def test_parameters_without_gradients_stay_and_training_is_bit_identical(
     worker_pool: WorkerPool, data: dict[str, Path], tmp_path: Path, variant: str
 ) -> None:
     job = make_job(tmp_path / "run", data["103 rows"], task=TinyImages(variant))
-    runs = [worker_pool.train_new_run(job, size) for size in (1, 3, 4)]
-    assert_bit_identical(runs)
+    first = train_on_workers(worker_pool, job, (1, 3, 4))
     short = worker_pool.train_new_run(
         make_job(
             tmp_path / "short",
@@ -153,10 +145,10 @@ def test_parameters_without_gradients_stay_and_training_is_bit_identical(
         1,
     )
     name = {"unused": "unused", "frozen": "1.weight"}[variant]
-    assert torch.equal(runs[0].snapshot.model[name], short.snapshot.model[name]), (
+    assert torch.equal(first.snapshot.model[name], short.snapshot.model[name]), (
         "a parameter without gradients was updated"
     )
-    assert not torch.equal(runs[0].snapshot.model["5.weight"], short.snapshot.model["5.weight"])
+    assert not torch.equal(first.snapshot.model["5.weight"], short.snapshot.model["5.weight"])
 
 
 @pytest.mark.rest
@@ -225,7 +217,7 @@ def test_a_resume_on_other_workers_is_bit_identical(
     run = train_with_deaths(
         worker_pool, dataclasses.replace(job, run_root=str(tmp_path / "run")), deaths, sizes, new_fence
     )
-    assert_bit_identical([expected, run])
+    assert_bit_identical(run, expected)
     resumes = [
         e.details["step"]
         for e in read_events(dataclasses.replace(job, run_root=str(tmp_path / "run")).paths, "resumed")
@@ -241,7 +233,7 @@ def test_the_death_of_one_worker_is_a_lost_peer_for_its_peers(
     assert [type(o.error) for o in outcomes] == [PeerLostError, PeerLostError, KilledError]
     assert PeerLostError.retryable
     worker_pool.train_to_end(job, 4)
-    assert_bit_identical([undisturbed[1], read_trained_run(job)])
+    assert_bit_identical(read_trained_run(job), undisturbed[1])
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -255,7 +247,7 @@ def test_a_stop_of_one_worker_stops_all_workers_after_the_same_step(
     assert (stopped.commit.step, stopped.commit.why, len(stopped.steps)) == (3, "extra", 3)
     worker_pool.train_to_end(job, 2)
     finished = read_trained_run(job)
-    assert_bit_identical([undisturbed[1], finished])
+    assert_bit_identical(finished, undisturbed[1])
     assert max(map(len, finished.workers)) == 1, "a step was repeated"
 
 
@@ -265,5 +257,5 @@ def test_a_finished_run_that_is_started_again_trains_no_step(
     job = dataclasses.replace(undisturbed[0], run_root=str(tmp_path / "run"))
     worker_pool.train_to_end(job, 1)
     worker_pool.train_to_end(job, 2)
-    assert_bit_identical([undisturbed[1], read_trained_run(job)])
+    assert_bit_identical(read_trained_run(job), undisturbed[1])
     assert read_trained_run(job).workers == [[1]] * job.total_steps

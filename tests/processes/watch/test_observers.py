@@ -185,8 +185,8 @@ def test_each_event_is_delivered_once_also_from_a_slower_clock(tmp_path: Path) -
     observers = Observers(job, [Noted()])
     with observers.watching():
         put("checkpointed", now + 5, step=10)
-        observers._process_news()
+        observers.process_news()
         put("failed", now - 5, errors="rank 1 died", left=1)
-        observers._process_news()
+        observers.process_news()
     calls = [facts for facts in CALLS if facts[0] != "begun"]
     assert calls == [("failed", "{'0': 'made up'}"), ("checkpointed", 10), ("failed", "rank 1 died")]

@@ -223,8 +223,7 @@ class Leases(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for lease in [*self.superseded, *([self.holder.lease] if self.holder else [])]:
-            lease._ended.set()
-            lease._thread.join()
+            lease.release()
         shutil.rmtree(self.folder)
 
     @rule()
@@ -254,8 +253,7 @@ class Leases(RuleBasedStateMachine):
         """Its process ended, or its machine is another and it has not renewed its lease for half an hour."""
         assert self.holder is not None
         lease, here = self.holder.lease, LeaseHolder.here()
-        lease._ended.set()
-        lease._thread.join()
+        lease.release()
         dead_holder = replace(here, pid_ticks=-1) if how == "killed" else replace(here, machine="another")
         record = LeaseRecord(dead_holder, time.time(), time.time() - (0 if how == "killed" else 2000), 30.0)
         put_json(self.paths.fence(lease.fence), asdict(record))

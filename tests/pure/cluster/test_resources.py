@@ -233,10 +233,10 @@ def policy_of(**fields: Any) -> ElasticPolicy:
 
 def test_the_elastic_policy_counts_fractional_gpus_per_node_as_ray_places_them() -> None:
     policy = policy_of(scaling__gpus_per_worker=0.6)
-    assert policy._count_in([{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 1.0}]) == 3
+    assert policy.count_in([{"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 1.0}]) == 3
     fifths = policy_of(scaling__gpus_per_worker=0.2)
-    assert fifths._count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
-    assert fifths._count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "scaling.max_workers limits the number"
+    assert fifths.count_in([{"CPU": 16.0, "GPU": 1.0}]) == 5
+    assert fifths.count_in([{"CPU": 16.0, "GPU": 2.0}]) == 9, "scaling.max_workers limits the number"
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_the_elastic_policy_counts_fractional_gpus_per_node_as_ray_places_them()
     ],
 )
 def test_no_worker_starts_on_the_gpu_of_the_evaluator(fields: dict[str, Any], expected: int) -> None:
-    assert policy_of(**fields)._limit_by_total_resources(NODES) == expected
+    assert policy_of(**fields).limit_by_total_resources(NODES) == expected
 
 
 def test_all_resolves_to_the_stored_number_when_a_run_resumes(two_node_cluster: None) -> None:
@@ -293,7 +293,7 @@ def test_the_next_run_of_a_session_resolves_all_as_the_first_does(monkeypatch: p
                 # Without the coordinator, which is not there, the free resources count.
                 policy = policy_of()
                 policy.after_controller_start(None)
-                assert policy._reserved_workers([]) is None
+                assert policy.reserved_workers([]) is None
             assert keeps_local_cluster()
             assert resolve_scaling(ALL).scaling.max_workers == workers
     assert not started
@@ -415,6 +415,6 @@ def test_no_worker_starts_on_a_node_from_which_a_straggler_was_evicted(monkeypat
     monkeypatch.setattr("ray_app.cluster.controller.scaling_policy.available_resources_per_node", lambda: free)
     policy = policy_of(scaling__gpus_per_worker=1.0)
     nodes = [node(name, 4) for name in "abc"]
-    assert policy._count_free(nodes) == 7
+    assert policy.count_free(nodes) == 7
     policy.excluded_nodes = {"b"}
-    assert policy._count_free(nodes) == 5
+    assert policy.count_free(nodes) == 5

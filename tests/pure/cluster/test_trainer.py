@@ -27,8 +27,8 @@ from ray_app.cluster.trainer import (
     RendezvousTorchConfig,
     RestartCallback,
     WorkerArgs,
-    _can_recover_in_place,
-    _choose_backend,
+    can_recover_in_place,
+    choose_backend,
     fit,
 )
 from ray_app.config.config import Config
@@ -51,9 +51,9 @@ from ray_app.runlog.paths import RunPaths
 def test_recovery_in_place_is_chosen_by_the_version_of_ray(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, in_place: bool
 ) -> None:
-    assert not _can_recover_in_place(Config().replace(failure__recovery="restart"))
+    assert not can_recover_in_place(Config().replace(failure__recovery="restart"))
     monkeypatch.setattr(ray, "__version__", version)
-    assert _can_recover_in_place(Config()) == in_place
+    assert can_recover_in_place(Config()) == in_place
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == (not in_place)
     assert all(f"this is Ray {version}: all workers restart after a failure" in warning for warning in warnings)
@@ -174,15 +174,15 @@ def test_workers_that_share_a_gpu_do_not_use_nccl(
     monkeypatch: pytest.MonkeyPatch, gpus: float, is_slice: bool, backend: str
 ) -> None:
     monkeypatch.setattr(KINDS["cuda"], "is_slice", lambda device: is_slice)
-    assert _choose_backend(Config().replace(scaling__gpus_per_worker=gpus), torch.device("cuda", 0)) == backend
+    assert choose_backend(Config().replace(scaling__gpus_per_worker=gpus), torch.device("cuda", 0)) == backend
 
 
 def test_a_strategy_that_needs_nccl_is_refused_on_slices_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KINDS["cuda"], "is_slice", lambda device: True)
     config = Config().replace(scaling__gpus_per_worker=1, train__strategy="fsdp")
-    assert _choose_backend(config, torch.device("cuda", 0)) == "gloo", "a single worker has no peers"
+    assert choose_backend(config, torch.device("cuda", 0)) == "gloo", "a single worker has no peers"
     with pytest.raises(ConfigError, match=r"slice \(MIG\), but train.strategy fsdp.*Use ddp, single"):
-        _choose_backend(config.replace(scaling__max_workers=2), torch.device("cuda", 0))
+        choose_backend(config.replace(scaling__max_workers=2), torch.device("cuda", 0))
 
 
 def test_a_worker_proves_its_device_before_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

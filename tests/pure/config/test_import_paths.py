@@ -51,13 +51,12 @@ def test_copies_of_libraries_that_come_with_ray_hide_nothing(tmp_path: Path, mon
 def test_the_error_of_an_import_path_is_the_original_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a_task_of_mine.py").write_text("import not_there_at_all\n\nclass Mine: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for path in ("a_task_of_mine.Mine", "a_task_of_mine.Mine.make"):
-        with pytest.raises(ImportError, match="No module named 'not_there_at_all'"):
+    missing = "No module named 'not_there_at_all'"
+    for path, message in {
+        **dict.fromkeys(("a_task_of_mine.Mine", "a_task_of_mine.Mine.make", "not_there_at_all.Mine"), missing),
+        "torch.optim.AdamV": "has no attribute 'AdamV'",
+        "AdamW": "names no module",
+    }.items():
+        with pytest.raises((ImportError, AttributeError), match=message):
             load_class(path)
     assert "a_task_of_mine" not in sys.modules
-    with pytest.raises(ImportError, match="No module named 'not_there_at_all'"):
-        load_class("not_there_at_all.Mine")
-    with pytest.raises(AttributeError, match="has no attribute 'AdamV'"):
-        load_class("torch.optim.AdamV")
-    with pytest.raises(ImportError, match="names no module"):
-        load_class("AdamW")

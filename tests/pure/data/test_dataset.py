@@ -133,9 +133,9 @@ def store_footers(folder: Path) -> None:
 def open_and_record_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Dataset]:
     """Returns the files with footers that were read, and the data set."""
     files_read = list[str]()
-    tail = parquet_files._tail
+    tail = parquet_files.read_tail
     with monkeypatch.context() as patched:
-        patched.setattr(parquet_files, "_tail", lambda file: (files_read.append(file.name), tail(file))[1])
+        patched.setattr(parquet_files, "read_tail", lambda file: (files_read.append(file.name), tail(file))[1])
         dataset = open_dataset(str(folder))
     return sorted(set(files_read)), replace(dataset, facts=replace(dataset.facts, count=None))
 
@@ -197,7 +197,7 @@ def test_footers_are_released_while_others_are_read(tmp_path: Path, monkeypatch:
     write_shards(tmp_path, 100)
     references = list[weakref.ref[object]]()
     max_alive = 0
-    file_facts = parquet_files._file_facts
+    file_facts = parquet_files.file_facts
     lock = threading.Lock()
 
     def count_alive(footer: pq.FileMetaData, indices: list[int | None]) -> object:
@@ -207,7 +207,7 @@ def test_footers_are_released_while_others_are_read(tmp_path: Path, monkeypatch:
             max_alive = max(max_alive, sum(reference() is not None for reference in references))
         return file_facts(footer, indices)
 
-    monkeypatch.setattr(parquet_files, "_file_facts", count_alive)
+    monkeypatch.setattr(parquet_files, "file_facts", count_alive)
     assert open_dataset(str(tmp_path)).manifest.num_rows == 400
     assert 1 <= max_alive <= 2 * parquet_files._DISK_THREADS + 2
 

@@ -272,14 +272,14 @@ def test_large_steps_are_gathered_ahead_and_equal_those_gathered_in_place(
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     submitted: list[int] = []
-    gather = feed_module._gather
+    gather = feed_module.gather_steps
 
     def record_steps(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         if threading.current_thread().name.startswith("gatherer"):
             submitted.extend(steps)
         return gather(windows, steps, upload)
 
-    monkeypatch.setattr(feed_module, "_gather", record_steps)
+    monkeypatch.setattr(feed_module, "gather_steps", record_steps)
     assert_equal_batches(expected, deliver(dataset, plan, open_streamed, 1))
     assert submitted, "no step was gathered by the thread"
     feed = Feed(plan, lambda cursor, assigned: open_streamed(dataset, plan, cursor, assigned), CPU)
@@ -303,14 +303,14 @@ def test_the_first_step_of_a_window_is_gathered_ahead_if_the_window_has_been_rea
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr(CachedWindows, "has_next", lambda self, count: is_read)
     in_place: set[int] = set()
-    gather = feed_module._gather
+    gather = feed_module.gather_steps
 
     def record_steps(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         if not threading.current_thread().name.startswith("gatherer"):
             in_place.update(steps)
         return gather(windows, steps, upload)
 
-    monkeypatch.setattr(feed_module, "_gather", record_steps)
+    monkeypatch.setattr(feed_module, "gather_steps", record_steps)
     assert_equal_batches(expected, deliver(datasets["prime and ragged"], plan, open_cached, 1))
     firsts = set(range(0, plan.steps_per_epoch, plan.steps_per_window))
     assert len(firsts) > 1
@@ -326,11 +326,13 @@ def test_windows_that_are_not_read_or_end_with_an_error_are_not_there(datasets: 
         yield from itertools.islice(fetch_in_process(reader, specs), 1)
         raise ValueError("unreadable")
 
+    before = set(threading.enumerate())
     windows = StreamedWindows(plan, Cursor(), range(1), 1, fetch_and_fail, source_of(dataset, plan, 3), 2)
     assert not windows.has_next(1)
     goes_on.set()
     wait_until(lambda: windows.has_next(1))
-    windows._thread.join(10)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
     assert (windows.has_next(1), windows.has_next(2)) == (True, False)
     windows.close()
 
@@ -357,13 +359,13 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     monkeypatch.setattr(feed_module, "_MIN_THREAD_BYTES", 0)
     monkeypatch.setattr("ray_app.data.windows._PREPARED_BYTES", 0)
     blocks: list[int] = []
-    gather = feed_module._gather
+    gather = feed_module.gather_steps
 
     def record_block(windows: list[Window], steps: range, upload: Upload | None) -> list[list[MicroBatch]]:
         blocks.append(len(steps))
         return gather(windows, steps, upload)
 
-    monkeypatch.setattr(feed_module, "_gather", record_block)
+    monkeypatch.setattr(feed_module, "gather_steps", record_block)
     deliver(datasets["prime and ragged"], plan_of(datasets["prime and ragged"], window=1000), open_streamed, 1)
     assert set(blocks) == {1}
 

@@ -25,11 +25,11 @@ def test_rows_are_read_again_only_if_they_differ(tmp_path: Path, monkeypatch: py
         return open_source(task, dataset, True, 1.0, None)
 
     pq.write_table(pa.table({name: [1.0, 2.0] for name in "abcy"}), tmp_path / "part.parquet")
-    first = single._load_for_trials(source("a"))
-    other = single._load_for_trials(source("b"))
-    assert single._load_for_trials(source("a")) is first
-    assert single._load_for_trials(source("b")) is other
+    first = single.load_for_trials(source("a"))
+    other = single.load_for_trials(source("b"))
+    assert single.load_for_trials(source("a")) is first
+    assert single.load_for_trials(source("b")) is other
     # The third one takes the memory of that which was used longest ago.
-    single._load_for_trials(source("c"))
-    assert single._load_for_trials(source("b")) is other
-    assert single._load_for_trials(source("a")) is not first
+    single.load_for_trials(source("c"))
+    assert single.load_for_trials(source("b")) is other
+    assert single.load_for_trials(source("a")) is not first

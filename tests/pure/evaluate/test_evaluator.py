@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,10 @@ from ray_app.runlog import journal
 from ray_app.runlog.evaluations import read_evaluations
 from ray_app.runlog.journal import read_events
 from ray_app.runlog.lease import acquire_lease
-from ray_app.storage.files import put_json
+from ray_app.storage.files import put_json, read_json
 from ray_app.task.metrics import combine, score
 from tests.support.local_world import make_job, write_images
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -53,13 +54,6 @@ def write_checkpoint(job: EvaluationJob, step: int) -> None:
     snapshot = Snapshot(step, {name: tensor.clone() for name, tensor in model.items()}, {}, None)
     commit_record = Commit(step, 1, 0, step, "cadence", "", "", 1, params_digest(snapshot.model), {}, time.time())
     CheckpointStore(job.paths).write(pack(snapshot), commit_record)
-
-
-def wait_until(condition: Callable[[], bool], condition_name: str, deadline_s: float = 30.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not in time: {condition_name}"
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -301,7 +295,7 @@ def test_an_evaluator_of_a_superseded_start_ends_without_closing_the_run(
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
     acquire_lease(job.paths).release()
     with acquire_lease(job.paths), evaluating(replace(job, fence=1), when_orphaned=pytest.fail) as evaluator:
-        wait_until(evaluator._stopped.is_set, "it ends")
+        wait_until(evaluator.stopped.is_set, "it ends")
         assert evaluator.error() is None
 
 
@@ -318,7 +312,7 @@ def test_a_failed_evaluator_without_driver_closes_the_run(job: EvaluationJob, mo
         wait_until(lambda: evaluator.error() is not None, "it gives up")
         assert closed == []
         lease.release()
-        wait_until(evaluator._stopped.is_set, "it ends")
+        wait_until(evaluator.stopped.is_set, "it ends")
     assert evaluator.error() == "ValueError: the metric is broken"
     assert closed == [job.run_root]
     assert read_evaluations(job.paths) == []
@@ -330,24 +324,24 @@ def test_an_evaluator_follows_a_driver_that_renewed_its_overdue_lease(
     """The lease was overdue because storage was unreachable."""
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
     lease = acquire_lease(job.paths)
+    record = read_json(job.paths.fence(lease.fence))
     closed_roots: list[str] = []
 
     def renewed_and_held(root: str) -> None:
         closed_roots.append(root)
         if len(closed_roots) == 1:
-            put_json(job.paths.fence(lease.fence), asdict(lease._record))
+            put_json(job.paths.fence(lease.fence), record)
             raise RunHeldError("its driver lives")
 
     with evaluating(replace(job, fence=lease.fence), when_orphaned=renewed_and_held) as evaluator:
-        dead_record = replace(lease._record, holder=replace(lease._record.holder, pid_ticks=-1))
-        put_json(job.paths.fence(lease.fence), asdict(dead_record))
+        put_json(job.paths.fence(lease.fence), record | {"holder": record["holder"] | {"pid_ticks": -1}})
         wait_until(lambda: bool(closed_roots), "it seems to be gone")
-        wait_until(lambda: evaluator._driver == "held", "it is seen to live")
+        wait_until(lambda: evaluator.driver == "held", "it is seen to live")
         write_checkpoint(job, 1)
         wait_until(lambda: not pending_commits(job), "what comes then is evaluated")
         assert evaluator.error() is None
         lease.release()
-        wait_until(evaluator._stopped.is_set, "it ends with the driver")
+        wait_until(evaluator.stopped.is_set, "it ends with the driver")
     assert len(closed_roots) == 2
 
 
@@ -363,7 +357,7 @@ def test_closing_the_run_is_retried_while_storage_is_unreachable(
             raise error
 
     with evaluating(job, when_orphaned=close) as evaluator:
-        wait_until(evaluator._stopped.is_set, "it ends")
+        wait_until(evaluator.stopped.is_set, "it ends")
     assert next(answers, "all used") == "all used"
 
 
@@ -381,10 +375,10 @@ def test_pending_checkpoints_are_evaluated_although_another_process_closed_the_r
             # `ray-app track --replay` closes a run like this.
             acquire_lease(job.paths, closing=True).release()
         else:
-            wait_until(lambda: evaluator._driver != "held", "the end of the driver is seen")
+            wait_until(lambda: evaluator.driver != "held", "the end of the driver is seen")
 
     evaluator = Evaluator(job, fetch_in_process, before_evaluation, closed_roots.append)
-    wait_until(evaluator._stopped.is_set, "it ends")
+    wait_until(evaluator.stopped.is_set, "it ends")
     evaluator.stop()
     assert [e.step for e in read_evaluations(job.paths)] == [1, 2, 3]
     assert closed_roots == [job.run_root]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.models import loader
 from ray_app.models.export import exported_module
-from ray_app.retrain.gate import _Package
+from ray_app.retrain.gate import PackageFiles
 
 DEVICE = torch.device("meta")
 
@@ -62,6 +62,6 @@ def test_the_retrain_gate_scores_an_exported_model_on_a_device(
         loader.EXPORTED: (tmp_path / "model.pt2").read_bytes(),
         loader.DESCRIPTION: json.dumps(description).encode(),
     }
-    package = _Package("champion", files, None)
+    package = PackageFiles("champion", files, None)
     assert package.inputs == ["x"]
     assert package.load(DEVICE)({"x": torch.zeros(2, 4, device=DEVICE)}).device == DEVICE

@@ -41,6 +41,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.runlog.redaction import register_secrets
 from ray_app.task.tabular import TabularClassification
 from tests.support.checkpoints import commit_of
+from tests.support.mlflow_server import load_pyfunc
 from tests.support.mutations import Malicious
 from tests.support.paths import ROOT
 
@@ -154,7 +155,7 @@ def replace_in_program(old: bytes, new: bytes) -> Callable[[str, bytes], bytes]:
 
 def assert_refused(folder: Path, executed_marker: Path) -> None:
     """Asserts that plain PyTorch, the entry point of MLflow and batch prediction refuse a package."""
-    for load in (loader.load, lambda path: loader._load_pyfunc(str(path))):
+    for load in (loader.load, load_pyfunc):
         with pytest.raises(ValueError, match="is refused"):
             load(folder)
     model = Model(None, (folder / loader.EXPORTED).read_bytes(), ["features"], "0" * 64)
@@ -252,7 +253,7 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
         ("builtins.list", 1),
         ("builtins.tuple", "{}"),
     ):
-        assert not loader._is_nesting(json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf]}]))
+        assert not loader.is_nesting(json.dumps([1, {"type": kind, "context": context, "children_spec": [leaf]}]))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ def test_a_structure_of_arguments_that_imports_a_module_is_refused(
     ],
 )
 def test_symbolic_sizes_may_only_be_arithmetic(text: str, is_size: bool) -> None:
-    assert loader._is_size(text) is is_size
+    assert loader.is_size(text) is is_size
 
 
 @pytest.mark.parametrize(
@@ -393,13 +394,13 @@ def digits_config(tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "..", "", "a.b", "a\n"])
 def test_names_of_evaluators_that_are_paths_are_refused(tmp_path: Path, digits_config: Config, name: str) -> None:
-    from ray_app.cli.evaluate import EvaluateOptions, _make_config
+    from ray_app.cli.evaluate import EvaluateOptions, config_of_evaluation
 
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     paths.config.write_text(digits_config.to_yaml())
     with pytest.raises(ConfigError, match="--name is"):
-        _make_config(paths, EvaluateOptions(str(paths.root), name=name), None)
+        config_of_evaluation(paths, EvaluateOptions(str(paths.root), name=name), None)
 
 
 def find_insecure_calls(source: str) -> list[str]:

@@ -26,7 +26,7 @@ from ray_app.models import loader
 from ray_app.models.export import write_export
 from ray_app.predict.predict import model_of_package
 from ray_app.preflight.inputs import make_task
-from ray_app.retrain.gate import _Package
+from ray_app.retrain.gate import PackageFiles
 from ray_app.runlog.paths import RunPaths
 from ray_app.task.base import Task
 from ray_app.task.module import ModuleTask
@@ -166,9 +166,9 @@ def gate(export: Path) -> None:
     files = {file.name: file.read_bytes() for file in (export / "data" / "model").iterdir()}
     task = ModuleTask(LINEAR, ["x"], "y", LOSS)
     task.fitted = {"of": "this data"}
-    package = _Package("champion", files, task)
+    package = PackageFiles("champion", files, task)
     package.load(torch.device("cpu"))
-    package._restore().decode({"x": np.ones(1, np.float32), "y": np.zeros(1, np.int64)})
+    package.restore().decode({"x": np.ones(1, np.float32), "y": np.zeros(1, np.int64)})
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {

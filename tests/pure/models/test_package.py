@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import RegistryError
 from ray_app.models import loader
-from ray_app.models.package import _compare_outputs, write_files
+from ray_app.models.package import compare_outputs, write_files
 from ray_app.task.base import Batch
 from ray_app.task.ragged import Ragged
 from ray_app.task.tabular import TabularClassification
@@ -31,14 +31,14 @@ def test_outputs_are_reported_as_equal_or_close(
 ) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(loader, "load", lambda data, trust: Scaled(model, relative_error))
-    assert _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == expected
+    assert compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path) == expected
 
 
 def test_different_outputs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     monkeypatch.setattr(loader, "load", lambda data, trust: Scaled(model, 0.01))
     with pytest.raises(RegistryError, match="predicts other values for 1 rows"):
-        _compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)
+        compare_outputs(model, {"features": np.ones((2, 3), np.float32)}, tmp_path)
 
 
 class TokenScores(TabularClassification):

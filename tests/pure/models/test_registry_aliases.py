@@ -140,7 +140,7 @@ class RegistryMachine(RuleBasedStateMachine):
         if self.serves is None:
             return
         assert champion_of(self.client, NAME) == self.serves
-        tags = self.client._one(NAME, self.serves).tags
+        tags = self.client.stored_version(NAME, self.serves).tags
         assert tags["ray_app.promoted_because"]
         assert tags["ray_app.replaces"] == self.replaced[self.serves]
 
@@ -188,7 +188,7 @@ def test_no_version_becomes_champion_after_the_alias_was_removed(versions: int) 
     assert [register_run(client, run) for run in "ab"[:versions]] == ["1"] * versions
     del client.models[NAME].aliases["champion"]
     assert register_run(client, "c") is None
-    assert "ray_app.promoted_at" not in client._one(NAME, str(versions + 1)).tags
+    assert "ray_app.promoted_at" not in client.stored_version(NAME, str(versions + 1)).tags
 
 
 @pytest.mark.parametrize("after", [False, True])

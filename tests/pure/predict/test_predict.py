@@ -214,4 +214,4 @@ def test_a_default_partition_is_a_missing_value_of_an_input(tmp_path: Path) -> N
     dataset = open_dataset(str(tmp_path))
     task = TabularRegression("y", ["x", "k"])
     with pytest.raises(DataError, match=r"k=__HIVE.*a.parquet, row 0: column 'k' of predict.data .* has no value"):
-        predict._make_reader(dataset, task)
+        predict.make_reader(dataset, task)

@@ -36,6 +36,8 @@ from ray_app.task.ragged import Arrays
 from ray_app.train.job import Job
 from tests.support.local_world import TinyImages, make_job, write_images
 
+ODD = "tests.support.odd_optimizers"
+
 
 class FaultyTask(TinyImages):
     """Raises an error in one method."""
@@ -152,45 +154,11 @@ class SimilarMetricsTask(TinyImages):
         return MetricCollection({name: super(SimilarMetricsTask, self).metrics()["accuracy"] for name in self.names})
 
 
-LONG = "m" * 250
-
-
-@pytest.mark.parametrize("names", [("top@1", "top_1"), (LONG + "a", LONG + "b"), ("of//rows", "of__rows")])
-def test_metrics_with_the_same_name_in_mlflow_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
-    with pytest.raises(ConfigError, match=f"The metrics .{names[0]}. and .{names[1]}. have the same name in MLflow"):
-        dry_run_task(tmp_path, SimilarMetricsTask(*names), evaluate__metric="loss")
-
-
-def test_metrics_with_different_names_in_mlflow_are_accepted(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, SimilarMetricsTask("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"))
-
-
-def test_a_mean_loss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"returned shape \(\) for 2 rows"):
-        dry_run_task(tmp_path, "loss")
-
-
-def test_a_correct_task_passes_the_dry_run(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, "")
-
-
-def test_without_evaluation_the_dry_run_skips_its_methods(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, "update", data__eval_path=None)
-
-
 class LastLayerTask(TinyImages):
-    """A network that ends in one more layer or function.
-
-    Args:
-        last: The name of the layer in `LAYERS`.
-    """
-
-    def __init__(self, last: str) -> None:
-        super().__init__()
-        self.last = last
+    """A network that ends in one more layer or function, the variant in `LAYERS`."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(1, 5, 3), LAYERS[self.last](), nn.Flatten(2))
+        return nn.Sequential(nn.Conv2d(1, 5, 3), LAYERS[self.variant](), nn.Flatten(2))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(super().forward(nn.Identity(), batch)).mean(-1)
@@ -246,9 +214,7 @@ DETERMINISTIC = (
 
 
 def dry_run_layer(tmp_path: Path, last: str, **fields: Any) -> None:
-    data = write_images(tmp_path / "data", [[8]])
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=4, task=LastLayerTask(last), **fields)
-    dry_run(job)
+    dry_run_task(tmp_path, LastLayerTask(last), **({"data__eval_path": None} | fields))
 
 
 def test_nondeterministic_operations_are_refused_and_the_mode_is_restored(
@@ -337,65 +303,30 @@ class ExtraState(nn.Module):
 
 
 class StatefulTask(TinyImages):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
     def build_model(self) -> nn.Module:
-        return StatefulModel(self.how) if self.how != "extra" else nn.Sequential(super().build_model(), ExtraState())
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("another tensor", r"another tensor for mean \(self.mean = ...\).*self.mean.copy_"),
-        ("another parameter", "another tensor for factor"),
-        ("extra", "state_dict has 1._extra_state, which is a dict"),
-        ("passing", "the buffer mean, which is registered with persistent=False, so no checkpoint contains it"),
-    ],
-)
-def test_state_of_a_model_outside_of_checkpoints_is_refused(tmp_path: Path, how: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dry_run_task(tmp_path, StatefulTask(how))
+        return (
+            StatefulModel(self.variant)
+            if self.variant != "extra"
+            else nn.Sequential(super().build_model(), ExtraState())
+        )
 
 
 class UnsupportedTensorTask(TinyImages):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
     def build_model(self) -> nn.Module:
         model = super().build_model()
-        if self.how == "expanded":
+        if self.variant == "expanded":
             model.register_buffer("mask", torch.ones(1).expand(12))
         else:
             model[1].add_module("words", nn.Embedding(9, 4, sparse=True))
         return model
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("expanded", "the buffer mask share.*contiguous"), ("sparse", "words of the model.*sparse=False")],
-)
-def test_sparse_gradients_and_expanded_buffers_are_refused(tmp_path: Path, how: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dry_run_task(tmp_path, UnsupportedTensorTask(how))
-
-
-def test_a_frozen_embedding_may_be_sparse(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, UnsupportedTensorTask("sparse"), train__freeze=["1.words.*"])
-
-
 class ForwardSideEffects(TinyImages):
     """Has a side effect in the forward pass of training."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
     def build_model(self) -> nn.Module:
         model: Any = super().build_model()
-        if self.how == "momentum":
+        if self.variant == "momentum":
             model[1].add_module("encoder", nn.Linear(3, 3).requires_grad_(False))
         return model
 
@@ -403,33 +334,18 @@ class ForwardSideEffects(TinyImages):
         if not model.training:
             return super().forward(model, batch)
         with torch.no_grad():
-            if self.how == "momentum":
+            if self.variant == "momentum":
                 model[1].encoder.weight.mul_(0.9)
-            if self.how == "data":
+            if self.variant == "data":
                 model[1].weight.data = functional.normalize(model[1].weight.data)
-            if self.how == "in place":
+            if self.variant == "in place":
                 model[1].weight.data.mul_(0.5)
-        if self.how == "unfreezing":
+        if self.variant == "unfreezing":
             model[1].requires_grad_(False)
         outputs = super().forward(model, batch)
-        if self.how == "backward":
+        if self.variant == "backward":
             outputs.sum().backward(retain_graph=True)
         return outputs
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("momentum", "changes the parameter 1.encoder.weight.*Task.apply_gradients"),
-        ("data", "changes the parameter 1.weight"),
-        ("in place", "changes the parameter 1.weight"),
-        ("unfreezing", "changes requires_grad of 1.weight"),
-        ("backward", "leaves gradients in the model's parameters.*torch.autograd.grad"),
-    ],
-)
-def test_side_effects_of_a_forward_pass_in_training_are_refused(tmp_path: Path, how: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dry_run_task(tmp_path, ForwardSideEffects(how))
 
 
 class IncompleteStateDict(nn.Module):
@@ -447,13 +363,9 @@ class IncompleteStateDict(nn.Module):
 class UntrainableModels(TinyImages):
     """Builds a model that cannot be trained or checkpointed."""
 
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
     def build_model(self) -> nn.Module:
-        model: Any = IncompleteStateDict() if self.how == "lacking" else super().build_model()
-        match self.how:
+        model: Any = IncompleteStateDict() if self.variant == "lacking" else super().build_model()
+        match self.variant:
             case "max_norm":
                 model[1].add_module("words", nn.Embedding(9, 4, max_norm=1.0))
             case "sync":
@@ -476,38 +388,6 @@ class UntrainableModels(TinyImages):
             case "listed":
                 model.all = [model[1].weight]
         return model
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("max_norm", "words of the model has max_norm"),
-        ("sync", "2 of the model is a SyncBatchNorm"),
-        ("lazy", "last.weight of the model has no shape yet"),
-        ("sparse", "graph of the model is sparse"),
-        ("complex128", "wave of the model is complex128"),
-        ("shared", "1.weight and second.weight of the model share memory"),
-        ("lacking", "state_dict leaves out more.weight, which is trained"),
-    ],
-)
-def test_a_model_that_cannot_be_trained_or_checkpointed_is_refused(tmp_path: Path, how: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dry_run_task(tmp_path, UntrainableModels(how))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("scalar", "temperature has no dimensions"),
-        ("empty", "nothing has no values"),
-        ("hook", "1.weight has a hook"),
-        ("listed", "all of the model is not a module but holds parameters.*ParameterList"),
-    ],
-)
-def test_a_model_that_would_train_differently_when_sharded_is_refused(tmp_path: Path, how: str, message: str) -> None:
-    dry_run_task(tmp_path / "ddp", UntrainableModels(how))
-    with pytest.raises(ConfigError, match=message):
-        dry_run_task(tmp_path / "fsdp", UntrainableModels(how), train__strategy="fsdp")
 
 
 def test_fsdp_is_refused_with_a_version_of_torch_that_lacks_a_part_of_it(
@@ -560,61 +440,6 @@ class FrozenPartTask(TinyImages):
         return super().forward(model, batch)
 
 
-@pytest.mark.parametrize(
-    ("task", "fields"),
-    [
-        (RecurrentTask(), {"train__strategy": "fsdp"}),
-        (DelegatingTask(), {}),
-        (FrozenPartTask(), {}),
-        (TinyImages(), {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "fused": True}}}),
-        (TinyImages(), {"optimizer": {"class_path": "torch.optim.Adagrad", "init_args": {"lr": 0.1, "fused": True}}}),
-    ],
-    ids=["recurrent", "wrapped", "teacher", "fused SGD", "fused Adagrad"],
-)
-def test_models_that_train_identically_for_every_number_of_workers_are_accepted(
-    tmp_path: Path, task: TinyImages, fields: dict[str, Any]
-) -> None:
-    dry_run_task(tmp_path, task, **fields)
-
-
-def test_an_optimizer_with_state_in_its_attributes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"keeps t in the attribute self.t, which no checkpoint"):
-        dry_run_task(tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.CountingSgd"})
-    dry_run_task(
-        tmp_path / "b", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.AdaptiveStepSize"}
-    )
-
-
-def test_an_optimizer_may_draw_from_torch_where_it_updates_whole_parameters(tmp_path: Path) -> None:
-    optimizer: dict[str, Any] = {"class_path": "tests.support.odd_optimizers.NoisySgd"}
-    dry_run_task(tmp_path / "a", TinyImages(), optimizer=optimizer)
-    with pytest.raises(ConfigError, match=r"draws random numbers for whole parameters, and train\.strategy fsdp"):
-        dry_run_task(tmp_path / "b", TinyImages(), optimizer=optimizer, train__strategy="fsdp")
-    with pytest.raises(ConfigError, match=r"keeps rng in the attribute self.rng, which no checkpoint"):
-        dry_run_task(tmp_path / "c", TinyImages(), optimizer={**optimizer, "init_args": {"has_generator": True}})
-
-
-def test_a_learning_rate_that_a_checkpoint_cannot_load_is_refused(tmp_path: Path) -> None:
-    def schedule(function: str) -> dict[str, Any]:
-        init_args = {"lr_lambda": f"tests.support.odd_optimizers.{function}"}
-        return {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": init_args}
-
-    with pytest.raises(ConfigError, match=r"The schedule keeps .*, and a checkpoint with it could not.*float"):
-        dry_run_task(tmp_path / "a", TinyImages(), schedule=schedule("single_precision"))
-    dry_run_task(tmp_path / "b", TinyImages(), schedule=schedule("cosine"))
-
-
-def test_a_lock_in_the_groups_of_an_optimizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"LockInGroups keeps param_groups\[0\]\['lock'\], and a checkpoint"):
-        dry_run_task(
-            tmp_path / "a", TinyImages(), optimizer={"class_path": "tests.support.odd_optimizers.LockInGroups"}
-        )
-
-
-def test_in_place_updates_of_buffers_are_accepted(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, StatefulTask("in place"))
-
-
 class WithNanTable(TinyImages):
     """Has a non-persistent table with NaN that no forward pass changes."""
 
@@ -624,8 +449,96 @@ class WithNanTable(TinyImages):
         return model
 
 
-def test_an_unchanged_buffer_with_nan_is_accepted(tmp_path: Path) -> None:
-    dry_run_task(tmp_path, WithNanTable())
+FSDP = {"train__strategy": "fsdp"}
+
+
+def optimized(name: str, **init_args: Any) -> dict[str, Any]:
+    return {"optimizer": {"class_path": name, "init_args": init_args}}
+
+
+def scheduled(function: str) -> dict[str, Any]:
+    init_args = {"lr_lambda": f"{ODD}.{function}"}
+    return {"schedule": {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": init_args}}
+
+
+SHARDED = {
+    "scalar": "temperature has no dimensions",
+    "empty": "nothing has no values",
+    "hook": "1.weight has a hook",
+    "listed": "all of the model is not a module but holds parameters.*ParameterList",
+}
+"""The variants of `UntrainableModels` that only `fsdp` refuses, because it would train them differently."""
+
+
+@pytest.mark.parametrize(
+    ("task", "fields"),
+    [
+        ("", {}),
+        ("update", {"data__eval_path": None}),
+        (RecurrentTask(), FSDP),
+        (DelegatingTask(), {}),
+        (FrozenPartTask(), {}),
+        (WithNanTable(), {}),
+        (StatefulTask("in place"), {}),
+        (UnsupportedTensorTask("sparse"), {"train__freeze": ["1.words.*"]}),
+        (SimilarMetricsTask("accuracy", "of/rows", "of_rows", "m" * 244 + "a", "m" * 244 + "b"), {}),
+        *((UntrainableModels(variant), {}) for variant in SHARDED),
+        (TinyImages(), optimized("torch.optim.SGD", lr=0.1, fused=True)),
+        (TinyImages(), optimized("torch.optim.Adagrad", lr=0.1, fused=True)),
+        (TinyImages(), optimized(f"{ODD}.AdaptiveStepSize")),
+        (TinyImages(), optimized(f"{ODD}.NoisySgd")),
+        (TinyImages(), scheduled("cosine")),
+    ],
+)
+def test_what_trains_identically_for_every_number_of_workers_is_accepted(
+    tmp_path: Path, task: str | TinyImages, fields: dict[str, Any]
+) -> None:
+    dry_run_task(tmp_path, task, **fields)
+
+
+@pytest.mark.parametrize(
+    ("message", "task", "fields"),
+    [
+        (r"returned shape \(\) for 2 rows", "loss", {}),
+        # State of a model outside of checkpoints.
+        (r"another tensor for mean \(self.mean = ...\).*self.mean.copy_", StatefulTask("another tensor"), {}),
+        ("another tensor for factor", StatefulTask("another parameter"), {}),
+        ("state_dict has 1._extra_state, which is a dict", StatefulTask("extra"), {}),
+        ("the buffer mean, which is registered with persistent=False, so no", StatefulTask("passing"), {}),
+        ("the buffer mask share.*contiguous", UnsupportedTensorTask("expanded"), {}),
+        ("words of the model.*sparse=False", UnsupportedTensorTask("sparse"), {}),
+        # Side effects of a forward pass in training.
+        ("changes the parameter 1.encoder.weight.*Task.apply_gradients", ForwardSideEffects("momentum"), {}),
+        ("changes the parameter 1.weight", ForwardSideEffects("data"), {}),
+        ("changes the parameter 1.weight", ForwardSideEffects("in place"), {}),
+        ("changes requires_grad of 1.weight", ForwardSideEffects("unfreezing"), {}),
+        ("leaves gradients in the model's parameters.*torch.autograd.grad", ForwardSideEffects("backward"), {}),
+        # Models that cannot be trained or checkpointed, and those that would train differently when they are sharded.
+        ("words of the model has max_norm", UntrainableModels("max_norm"), {}),
+        ("2 of the model is a SyncBatchNorm", UntrainableModels("sync"), {}),
+        ("last.weight of the model has no shape yet", UntrainableModels("lazy"), {}),
+        ("graph of the model is sparse", UntrainableModels("sparse"), {}),
+        ("wave of the model is complex128", UntrainableModels("complex128"), {}),
+        ("1.weight and second.weight of the model share memory", UntrainableModels("shared"), {}),
+        ("state_dict leaves out more.weight, which is trained", UntrainableModels("lacking"), {}),
+        *((message, UntrainableModels(variant), FSDP) for variant, message in SHARDED.items()),
+        # Optimizers and schedules with state that no checkpoint contains.
+        ("keeps t in the attribute self.t, which no", TinyImages(), optimized(f"{ODD}.CountingSgd")),
+        ("keeps rng in the attribute self.rng", TinyImages(), optimized(f"{ODD}.NoisySgd", has_generator=True)),
+        ("draws random numbers for whole parameters.*fsdp", TinyImages(), optimized(f"{ODD}.NoisySgd") | FSDP),
+        (r"LockInGroups keeps param_groups\[0\]\['lock'\], and", TinyImages(), optimized(f"{ODD}.LockInGroups")),
+        ("The schedule keeps .*, and a checkpoint with it .*float", TinyImages(), scheduled("single_precision")),
+        # Metrics with one name in MLflow.
+        ("The metrics 'top@1' and 'top_1' have", SimilarMetricsTask("top@1", "top_1"), {"evaluate__metric": "loss"}),
+        ("of//rows. and .of__rows", SimilarMetricsTask("of//rows", "of__rows"), {"evaluate__metric": "loss"}),
+        ("ma. and .m", SimilarMetricsTask("m" * 250 + "a", "m" * 250 + "b"), {"evaluate__metric": "loss"}),
+    ],
+)
+def test_what_would_train_differently_is_refused(
+    tmp_path: Path, message: str, task: str | TinyImages, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run_task(tmp_path, task, **fields)
 
 
 def test_a_shortage_of_cpus_for_reading_is_warned_of() -> None:
@@ -663,7 +576,7 @@ def test_the_time_of_a_row_leaves_out_other_processes() -> None:
 
     context: Any = SimpleNamespace(row_probe=SimpleNamespace(run=run))
     began_s = time.perf_counter()
-    cpu_s = dry_run_module._seconds_per_row(context, {"x": np.zeros((1, 1))}, evaluates=False)
+    cpu_s = dry_run_module.seconds_per_row(context, {"x": np.zeros((1, 1))}, evaluates=False)
     assert 4 * cpu_s < time.perf_counter() - began_s
 
 
@@ -688,7 +601,7 @@ def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_w
     data = write_images(tmp_path / "data", [[400]])
     shape = {"checkpoint__every_epochs": None, "train__epochs": 100, "data__eval_path": str(data)}
     job = make_job(tmp_path / "run", data, logical_workers=2, batch=100, task=TinyImages(), **(shape | fields))
-    monkeypatch.setattr(dry_run_module, "_seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
+    monkeypatch.setattr(dry_run_module, "seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
     source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
     context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
     warnings = dry_run_module.check_evaluation_time(context)

@@ -17,7 +17,7 @@ from ray_app.task.base import Task
 from ray_app.task.images import IMAGE
 from ray_app.task.lightning import LightningTask
 from ray_app.task.module import ModuleTask
-from ray_app.task.transforms import _instantiate_json, instantiate_once
+from ray_app.task.transforms import instantiate_once
 from ray_app.task.user_loop import LoopTask
 from tests.support.user_objects import OddModel, OddTask
 
@@ -115,10 +115,11 @@ def test_transforms_that_keep_something_are_refused(how: str) -> None:
 def test_objects_of_the_user_are_made_alike_in_every_process() -> None:
     layer = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 3, "out_features": 2}}
     torch.manual_seed(7)
-    one, state = instantiate_once(layer, "task.init_args.transforms"), torch.get_rng_state()
-    _instantiate_json.cache_clear()
+    one, state = instantiate_once(layer, "first"), torch.get_rng_state()
     torch.manual_seed(8)
-    assert torch.equal(one.weight, instantiate_once(layer, "task.init_args.transforms").weight)
+    other = instantiate_once(layer, "second")
+    assert other is not one
+    assert torch.equal(one.weight, other.weight)
     torch.manual_seed(7)
     assert torch.equal(torch.get_rng_state(), state)
 

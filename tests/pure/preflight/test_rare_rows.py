@@ -200,14 +200,14 @@ def test_the_search_for_the_longest_row_reads_large_rows_in_small_batches(
         "y": pa.array(range(60)),
     }
     pq.write_table(pa.table(table), tmp_path / "wave.parquet")
-    ticks, compute_lengths = count(0, 0.2), probes._lengths
+    ticks, compute_lengths = count(0, 0.2), probes.row_lengths
     batch_rows = list[int]()
 
     def record_rows(rows: pa.RecordBatch) -> Any:
         batch_rows.append(rows.num_rows)
         return compute_lengths(rows)
 
-    monkeypatch.setattr(probes, "_lengths", record_rows)
+    monkeypatch.setattr(probes, "row_lengths", record_rows)
     dataset = open_dataset(str(tmp_path))
     assert find_longest_row(dataset, ["wave"], 1 << 16) is not None
     assert sum(batch_rows) == 60

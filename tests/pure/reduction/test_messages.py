@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ray_app.errors import ForgedMessageError
-from ray_app.reduction.messages import _Session, _to_tensor
+from ray_app.reduction.messages import Session, to_padded_tensor
 from ray_app.train.membership import KEY_BYTES, GenerationInfo, HeartbeatReply
 from tests.support.mutations import Malicious
 from tests.support.paths import ROOT
@@ -20,16 +20,16 @@ from tests.support.paths import ROOT
 KEY, OTHER_KEY = "ab" * KEY_BYTES, "cd" * KEY_BYTES
 
 
-def read(session: _Session, sender: int, purpose: str, head: torch.Tensor, body: bytes) -> Any:
+def read(session: Session, sender: int, purpose: str, head: torch.Tensor, body: bytes) -> Any:
     """Reads a message as a receiver does."""
     signature = session.sign(purpose)
     length, digest = signature.read_head(sender, head)
     assert length == len(body)
-    return signature.load(sender, _to_tensor(body), digest)
+    return signature.load(sender, to_padded_tensor(body), digest)
 
 
 def test_the_next_message_of_a_rank_is_read() -> None:
-    sender, receiver = _Session(2, 1, KEY), _Session(2, 0, KEY)
+    sender, receiver = Session(2, 1, KEY), Session(2, 0, KEY)
     for value in ({"a": 1}, [2.5]):
         body = pickle.dumps(value)
         assert read(receiver, 1, "gather", sender.sign("gather").head(1, body), body) == value
@@ -50,21 +50,21 @@ def test_a_message_at_another_place_than_its_own_is_refused(
     generation: int, sender: int, purpose: str, earlier: int, key: str, tmp_path: Path
 ) -> None:
     """Each is a valid message elsewhere: a stranger records it and sends it again."""
-    session, body = _Session(generation, sender, key), pickle.dumps(Malicious(tmp_path / "executed"))
+    session, body = Session(generation, sender, key), pickle.dumps(Malicious(tmp_path / "executed"))
     for _ in range(earlier):
         session.sign(purpose)
     head = session.sign(purpose).head(sender, body)
     with pytest.raises(ForgedMessageError, match=r"rank 1 \(generation 2, gather 1\) has no proof") as caught:
-        read(_Session(2, 0, KEY), 1, "gather", head, body)
+        read(Session(2, 0, KEY), 1, "gather", head, body)
     assert not (tmp_path / "executed").exists()
     assert KEY not in str(caught.value)
 
 
 @pytest.mark.parametrize("index", [0, 8, 40, 71, 72, -1], ids=lambda index: f"byte {index}")
 def test_a_changed_message_is_refused(index: int, tmp_path: Path) -> None:
-    sender, receiver = _Session(2, 1, KEY), _Session(2, 0, KEY)
+    sender, receiver = Session(2, 1, KEY), Session(2, 0, KEY)
     body = pickle.dumps(Malicious(tmp_path / "executed"))
-    message = torch.cat([sender.sign("gather").head(1, body), _to_tensor(body)])
+    message = torch.cat([sender.sign("gather").head(1, body), to_padded_tensor(body)])
     message[index] ^= 1
     with pytest.raises(ForgedMessageError):
         read(receiver, 1, "gather", message[:72], message[72:].numpy().tobytes())
@@ -73,8 +73,8 @@ def test_a_changed_message_is_refused(index: int, tmp_path: Path) -> None:
 
 def test_the_key_is_in_no_text() -> None:
     info = GenerationInfo(1, 0, 2, "host", 1, ("host", "host"), KEY)
-    texts = [repr(info), repr(HeartbeatReply(formed=info)), str(_Session(1, 0, KEY)), repr(_Session(1, 0, KEY))]
-    assert not [text for text in [*texts, repr(_Session(1, 0, KEY).sign("gather"))] if KEY in text or "\\xab" in text]
+    texts = [repr(info), repr(HeartbeatReply(formed=info)), str(Session(1, 0, KEY)), repr(Session(1, 0, KEY))]
+    assert not [text for text in [*texts, repr(Session(1, 0, KEY).sign("gather"))] if KEY in text or "\\xab" in text]
 
 
 _READS = re.compile(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ray_app.reduction.bucketed import BucketedReducer, _default_sizes_mb, _split_into_buckets
+from ray_app.reduction.bucketed import BucketedReducer, default_sizes_mb, split_into_buckets
 from ray_app.reduction.world import World
 
 ALIGNED = 128
@@ -70,17 +70,17 @@ def reduce_on(size: int, logical_workers: int, shapes: list[int], dtype: torch.d
                 generator = torch.Generator().manual_seed(v)
                 for p in models[-1].parameters():
                     p.grad = torch.randn(p.shape, generator=generator).mul_(10.0 ** (v % 7)).to(dtype)
-                for bucket in reducers[-1]._buckets:
+                for bucket in reducers[-1].buckets:
                     assert bucket.shard_numel * bucket.result.element_size() % ALIGNED == 0
                     bucket.take_gradients(v)
-        for number in range(len(reducers[0]._buckets)) if size > 1 else ():
-            pipelines = [reducer._reduce_exactly(reducer._buckets[number]) for reducer in reducers]
+        for number in range(len(reducers[0].buckets)) if size > 1 else ():
+            pipelines = [reducer.reduce_exactly(reducer.buckets[number]) for reducer in reducers]
             with adds:
                 while any([next(pipeline, None) for pipeline in pipelines]):
                     collectives.run()
         if logical_workers % size == 0:
             assert {*map(bool, collectives.sizes)} <= {False}, "equal parts have sizes"
-        sums = [[view for bucket in reducer._buckets for view in bucket.views] for reducer in reducers]
+        sums = [[view for bucket in reducer.buckets for view in bucket.views] for reducer in reducers]
         assert all(torch.equal(a, b) for other in sums for a, b in zip(other, sums[0], strict=True))
         return sums[0], adds.number // size
 
@@ -114,7 +114,7 @@ def test_sums_on_any_number_of_ranks_have_the_bits_of_one(
 def test_buckets_are_larger_where_a_device_adds_them_except_for_the_first(
     device: str, world: World, sizes_mb: tuple[float, float], counts: list[int]
 ) -> None:
-    assert _default_sizes_mb(torch.device(device), world) == sizes_mb
+    assert default_sizes_mb(torch.device(device), world) == sizes_mb
     parameters = [nn.Parameter(torch.empty(1 << 20, device="meta")) for _ in range(20)]
-    buckets = _split_into_buckets(parameters, *(int(size_mb * (1 << 20)) for size_mb in sizes_mb))
+    buckets = split_into_buckets(parameters, *(int(size_mb * (1 << 20)) for size_mb in sizes_mb))
     assert [len(bucket) for bucket in buckets] == counts

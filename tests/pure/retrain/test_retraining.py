@@ -43,13 +43,13 @@ from ray_app.retrain import gate
 from ray_app.retrain.gate import (
     ClassRecall,
     GateFigures,
-    _compare_recalls,
-    _Package,
-    _predict,
+    PackageFiles,
     bootstrap_counts,
     compare_models,
+    compare_recalls,
     decide_promotion,
     find_old_files,
+    predict_without_losses,
     read_package_files,
     sample_segments,
 )
@@ -60,9 +60,9 @@ from ray_app.retrain.profile import (
     GateRows,
     Profile,
     ReferenceProfiles,
-    _chi_squared_quantile,
-    _describe_column,
+    chi_squared_quantile,
     class_shift,
+    describe_column,
     find_problems,
     profile_dataset,
     psi,
@@ -189,7 +189,7 @@ def test_psi_follows_its_formula_and_is_zero_for_another_sample_of_the_same_data
 
 def test_the_significant_psi_is_the_quantile_of_the_chi_squared_distribution() -> None:
     for degrees in range(1, 41):
-        assert _chi_squared_quantile(degrees) == pytest.approx(chi2.ppf(0.999, degrees), rel=0.04)
+        assert chi_squared_quantile(degrees) == pytest.approx(chi2.ppf(0.999, degrees), rel=0.04)
 
 
 @pytest.mark.parametrize("frequency", [0.05, 0.5, 0.95, 1.0])
@@ -197,15 +197,15 @@ def test_a_value_that_many_rows_have_gets_its_own_bin(frequency: float) -> None:
     def flags(share: float) -> np.ndarray:
         return (np.arange(2000) < round(2000 * share)).astype(np.float64)
 
-    reference = _describe_column(flags(frequency))
+    reference = describe_column(flags(frequency))
     assert json.loads(json.dumps(reference.edges)) == reference.edges
     assert psi(flags(frequency), reference) == 0.0
     for moved in (1.0 - frequency, 0.3):
         assert (psi(flags(moved), reference) > 0.1) is (moved != frequency)
     # The column has zeros and other numbers.
     amounts = flags(frequency) * np.random.default_rng(0).normal(50, 5, 2000)
-    assert psi(amounts, _describe_column(amounts)) == 0.0
-    assert psi(amounts * flags(frequency / 4), _describe_column(amounts)) > 0
+    assert psi(amounts, describe_column(amounts)) == 0.0
+    assert psi(amounts * flags(frequency / 4), describe_column(amounts)) > 0
     assert psi(amounts, Column(2000, 0.0, 0.0, [0.0], [0.0, 1.0])) == 0.0, (
         "a profile of an earlier version is not compare by its own bins"
     )
@@ -391,7 +391,7 @@ def test_no_class_is_reported_lost_by_chance(classes: int, rows_per_class: int, 
         both_right = rng.random(size) < 0.85
         differ = rng.random(size) < 0.1
         only_one_right = rng.random(size) < 0.5
-        recalls = _compare_recalls(
+        recalls = compare_recalls(
             blocks(np.where(differ, only_one_right, both_right)),
             blocks(np.where(differ, ~only_one_right, both_right)),
             counts,
@@ -597,9 +597,9 @@ def test_a_packaged_model_scores_like_the_trained_one_and_keeps_its_parameters(
     files = read_package_files(package.folder / "data" / "model")
     assert not [name for name in files if name.endswith(".py")]
     device = torch.device("cpu")
-    champion = _Package("champion", files, task)
+    champion = PackageFiles("champion", files, task)
     assert champion.inputs == ["features"]
-    run = partial(_predict, champion.load(device))
+    run = partial(predict_without_losses, champion.load(device))
     packaged = combine(task, score(task, nn.Module(), arrays, 359, device, keep={"accuracy", "recall"}, forward=run))
     trained = combine(task, score(task, model, arrays, 359, device))
     assert packaged.values == {name: trained.values[name] for name in ("accuracy", "loss")}

@@ -85,16 +85,16 @@ def test_a_file_system_that_gives_all_files_one_owner_or_mode_is_no_reason_to_re
     paths.config.chmod(mode)
     with pytest.raises(ConfigError):
         read_config(paths)
-    monkeypatch.setattr(module, "_new_file_status", lambda folder: (folder / "config.yaml").stat())
+    monkeypatch.setattr(module, "new_file_status", lambda folder: (folder / "config.yaml").stat())
     assert read_config(paths) == Config()
 
 
 def test_a_folder_that_cannot_be_written_tells_nothing_of_its_file_system(paths: RunPaths, tmp_path: Path) -> None:
-    status = module._new_file_status(paths.root)
+    status = module.new_file_status(paths.root)
     assert status is not None
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o600)
     assert list(paths.root.iterdir()) == [paths.config]
-    assert module._new_file_status(tmp_path / "missing") is None
+    assert module.new_file_status(tmp_path / "missing") is None
 
 
 @pytest.mark.parametrize("main", [report.main, evaluate.main])

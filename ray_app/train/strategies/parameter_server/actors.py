@@ -150,7 +150,7 @@ class CoordinatorActor(Coordinator):
         self._calls = {handle: (handle.well.remote(), time.monotonic()) for handle in handles}
         self._rendezvous = rendezvous
         # Each monitor has a thread, because the first may wait for a server that hangs, and for the storage.
-        for monitor in (self._monitor_workers, self._monitor_servers, self._pause_watchdog):
+        for monitor in (self._monitor_workers, self.monitor_servers, self._pause_watchdog):
             threading.Thread(target=self._repeat, args=(monitor,), name="watch", daemon=True).start()
 
     def _repeat(self, monitor: Callable[[RendezvousStatus], None]) -> None:
@@ -163,7 +163,7 @@ class CoordinatorActor(Coordinator):
     def _monitor_workers(self, status: RendezvousStatus) -> None:
         self.update_workers(status.live | status.draining, status.wait_reason is not None, status.stopping)
 
-    def _monitor_servers(self, status: RendezvousStatus) -> None:
+    def monitor_servers(self, status: RendezvousStatus) -> None:
         """Ends servers that hang, before the workers count as stalled; Ray restarts them.
 
         Packing or loading a server's whole state may take longer than a step, so the limit is longer meanwhile.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ def _run_worker(remote: RemoteRendezvous, root: Path) -> None:
     """Runs in a worker's process: sends heartbeats until the rendezvous ends it."""
     with pytest.MonkeyPatch.context() as patch:
         use_without_ray(patch, "a")
-        rendezvous_client = client.RendezvousClient(remote, 4, torch.device("cpu"), "gloo", RunPaths(root), 1)
-        rendezvous_client._closed.wait()
+        client.RendezvousClient(remote, 4, torch.device("cpu"), "gloo", RunPaths(root), 1)
+        threading.Event().wait()
 
 
 class _TestedThread(RendezvousThread):

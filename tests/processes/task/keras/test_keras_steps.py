@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from ray_app.config.config import Config
 from ray_app.driver.single import train_in_process
 from ray_app.errors import PeerLostError
 from ray_app.ingest.in_memory import ingest_arrays
-from ray_app.runlog.journal import read_events
-from ray_app.testing import DieAfter, Hooks, KilledError, WorkerPool, cache_windows, make_job, read_trained_run
+from ray_app.testing import Hooks, WorkerPool, make_job, read_trained_run
 from ray_app.train.job import Job
 from ray_app.train.membership import SingleProcessMembership
 from ray_app.train.step.step import TurnStep
+from tests.support.bit_identity import train_and_resume
 
 PROGRAMS = "tests.support.keras_steps."
 
@@ -56,14 +55,7 @@ def test_a_step_is_bit_identical_on_any_workers_after_a_kill_and_a_resume(
     worker_pool: WorkerPool, tmp_path: Path, function: str, has_target: bool
 ) -> None:
     job = job_of(tmp_path, function, has_target)
-    one, two = (worker_pool.train_new_run(job, workers) for workers in (1, 2))
-    assert (two.digests, two.steps) == (one.digests, one.steps)
-    killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    worker_pool.train_to_end(replace(killed, fence=2), 1)
-    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
-    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
+    train_and_resume(worker_pool, job, (1, 2), ends=(2, 5), resumed=1, killed=1)
 
 
 def test_a_step_that_fails_in_a_later_phase_is_repeated_from_its_start(
@@ -79,7 +71,7 @@ def test_a_step_that_fails_in_a_later_phase_is_repeated_from_its_start(
 
     def run_twice(step: TurnStep, *arguments: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(step._steps["g_optimizer"], "run", fail)
+            patch.setattr(step.steps["g_optimizer"], "run", fail)
             with pytest.raises(PeerLostError):
                 run(step, *arguments)
         return run(step, *arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import pytest
 
 from ray_app.config.config import Config
 from ray_app.data.arrays import to_column
-from ray_app.runlog.journal import read_events
 from ray_app.task.keras import KerasTask
 from ray_app.task.keras.library import import_keras, program_session
-from ray_app.testing import DieAfter, Hooks, KilledError, WorkerPool, cache_windows, make_job, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, make_job, read_trained_run
 from ray_app.train.job import Job
 from ray_app.train.state.state import seed_init
 from tests.support import keras_programs
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CPU, write_images
 from tests.support.server_world import ServerWorld
 
@@ -172,17 +171,7 @@ def test_a_program_trains_bit_identically_on_any_workers_after_a_kill_and_a_resu
     worker_pool: WorkerPool, images: Path, tmp_path: Path, function: str
 ) -> None:
     job = job_of(tmp_path / "one", images, function, checkpoint__every_epochs=None, checkpoint__every_steps=3)
-    one = worker_pool.train_new_run(job, 1)
-    for workers in (2, 4):
-        other = worker_pool.train_new_run(job, workers)
-        assert (other.digests, other.steps) == (one.digests, one.steps)
-
-    killed = replace(job, run_root=str(tmp_path / "killed"))
-    ended = worker_pool.train(killed, 2, Hooks(after_step=DieAfter(5, killed=1)), cache_windows)
-    assert any(isinstance(outcome.error, KilledError) for outcome in ended), "no worker was killed"
-    worker_pool.train_to_end(replace(killed, fence=2), 3)
-    assert [event.details["step"] for event in read_events(killed.paths, "resumed")] == [3]
-    assert (read_trained_run(killed).digests, read_trained_run(killed).steps) == (one.digests, one.steps)
+    one = train_and_resume(worker_pool, job, (1, 2, 4), ends=(2, 5), resumed=3, killed=1)
     # The state of metrics over the rows of an epoch continues in its middle.
     assert ("mean_io_u" in dict(one.steps[-1][-1])) == (function == "get_measured")
 

@@ -12,10 +12,11 @@ from ray_app.config.config import Config, digest, from_yaml, result_fields
 from ray_app.driver.parsing import load_config
 from ray_app.errors import ConfigError
 from ray_app.task.image import ImageClassification
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
-from ray_app.train.job import Hooks, Job
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
+from ray_app.train.job import Job
 from ray_app.train.state.state import TrainingState
 from tests.support import server_world
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CPU, TinyImages, make_job
 
 ROWS = [[50, 1], [46]]
@@ -52,11 +53,7 @@ def test_groups_are_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone, several = worker_pool.train_new_run(job, 1, cache_windows), worker_pool.train_new_run(job, 3, cache_windows)
-    assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
+    alone = train_and_resume(worker_pool, job)
     decays = [group["weight_decay"] for group in alone.snapshot.optimizer["param_groups"]]
     assert decays == [0.1, 0.0, 0.1], "the groups are not: the rest, norms and biases, the weight of the last layer"
     fields = STRATEGIES[name] | {"optimizer": job.config.replace(optimizer__groups=None).to_dict()["optimizer"]}
@@ -102,13 +99,12 @@ def test_parameter_servers_with_groups_are_bit_identical_to_ddp(
     settings = {"train__strategy": "parameter_server", **fields}
     world = server_world.ServerWorld(job_of(tmp_path / "servers", data, train__servers=3, **settings), 2)
     world.run(turns=1)
-    groups = [server._state.optimizer.param_groups for server in world.servers.servers]
+    groups = [server_optimizer.param_groups for server_optimizer in world.optimizers]
     assert [len(server_groups) for server_groups in groups] == [3, 3, 3]
     assert any(not group["params"] for server_groups in groups for group in server_groups), (
         "each server has a parameter of each group"
     )
-    while world.coordinator._units.complete < 8:
-        world.run(turns=1)
+    world.run_until(8)
     world.servers.lose(1)
     world.run()
     run = read_trained_run(world.job)

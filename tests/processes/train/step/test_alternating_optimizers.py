@@ -23,10 +23,11 @@ from ray_app.errors import ConfigError, WrongResultError
 from ray_app.models.export import load_model, write_export
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.base import Task
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks, Job
 from ray_app.train.state.alternating_optimizers import steps_in_turn, turn_at
 from ray_app.train.state.state import TrainingState
+from tests.support.bit_identity import train_and_resume
 from tests.support.local_world import CPU, TinyImages, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
@@ -84,15 +85,7 @@ def test_turns_are_bit_identical_on_any_workers_and_after_a_resume(
 ) -> None:
     """The run resumes in the middle of a turn of several steps, and in the middle of an epoch."""
     job = job_of(tmp_path / "run", data, turns, **fields)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    for size in (2, 4):
-        several = worker_pool.train_new_run(job, size, cache_windows)
-        assert (several.digests, several.steps) == (alone.digests, alone.steps)
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    assert read_trained_run(job).commit.step == 4
-    worker_pool.train_to_end(job, 2, cache_windows)
-    resumed = read_trained_run(job)
-    assert (resumed.digests, resumed.steps) == (alone.digests, alone.steps)
+    train_and_resume(worker_pool, job, (1, 2, 4))
 
 
 def test_a_turn_updates_only_its_own_parameters(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:

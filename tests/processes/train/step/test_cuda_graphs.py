@@ -21,11 +21,12 @@ from ray_app.errors import ConfigError
 from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
+from ray_app.task.losses import sum_on_device
 from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run, train_rank
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.step import cuda_graphs
-from ray_app.train.step.cuda_graphs import CudaGraphs, _InputRecorder, make_graph_backend
+from ray_app.train.step.cuda_graphs import CudaGraphs, InputRecorder, make_graph_backend
 from tests.support.local_world import CPU, LocalMembership, TinyImages, make_job
 from tests.support.recorded_graph import RecordedGraphs
 
@@ -197,7 +198,7 @@ def test_the_first_error_of_a_capture_is_raised(error: RuntimeError, kind: type[
 def test_an_error_of_the_task_is_raised_unchanged() -> None:
     graphs = _make_small_graphs(RecordedGraphs())
     with (
-        patch.object(graphs, "_compute", side_effect=RuntimeError("the captured screenshot has 3 channels")),
+        patch.object(graphs.model, "forward", side_effect=RuntimeError("the captured screenshot has 3 channels")),
         pytest.raises(RuntimeError, match="screenshot"),
     ):
         graphs.forward_backward({"x": torch.ones(2, 3)}, torch.ones(2))
@@ -217,12 +218,13 @@ def test_a_field_without_its_own_memory_on_the_device_is_refused(field: Tensor, 
 
 def test_a_slice_of_a_field_is_captured_in_its_layout() -> None:
     graphs, slice_of_field = _make_small_graphs(RecordedGraphs()), torch.arange(24.0).view(4, 6)[1:3, 2:5]
+    strides = set[tuple[int, ...]]()
+    graphs.model.register_forward_pre_hook(lambda _, arguments: strides.add(arguments[0].stride()))
     for _ in range(3):
         sums = graphs.forward_backward({"x": slice_of_field}, torch.ones(2))
-        assert sums.values == graphs._compute({"x": slice_of_field}, torch.ones(2)).values
-        graphs._drop_gradients()
-    [graph] = graphs._graphs.values()
-    assert graph.fields["x"].stride() == slice_of_field.stride()
+        assert sums.values == sum_on_device(graphs.losses_of({"x": slice_of_field}, 2)).values
+        graphs.model.zero_grad()
+    assert strides == {slice_of_field.stride()}
 
 
 def test_a_graph_is_checked_after_1_2_4_uses_and_then_periodically() -> None:
@@ -253,7 +255,7 @@ def test_random_numbers_drawn_on_the_host_are_refused_at_the_first_capture() -> 
 def test_the_inputs_of_a_graph_are_kept_alive_and_its_outputs_are_not() -> None:
     """A model may keep a table as a plain attribute, and replace it for longer rows."""
     table, weight = torch.ones(3), nn.Parameter(torch.ones(3))
-    with _InputRecorder() as inputs:
+    with InputRecorder() as inputs:
         ((weight * table + 1).relu() * 2).sum().backward()
     assert {t.data_ptr() for t in inputs.tensors} == {table.data_ptr(), weight.data_ptr()}
 

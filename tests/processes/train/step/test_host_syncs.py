@@ -60,17 +60,17 @@ class CountWaits:
         self._file = file
         self._calls = _Calls()
         self._operators = _Operators()
-        self._are_on_host = losses._are_on_host
+        self._are_on_host = losses.are_on_host
 
     def __call__(self, rank: int, step: int) -> None:
         if rank == 0 and step == FIRST:
-            losses._are_on_host = lambda tensors: False
+            losses.are_on_host = lambda tensors: False
             self._calls.__enter__()
             self._operators.__enter__()
         if rank == 0 and step == FIRST + STEPS:
             self._operators.__exit__(None, None, None)
             self._calls.__exit__(None, None, None)
-            losses._are_on_host = self._are_on_host
+            losses.are_on_host = self._are_on_host
             self._file.write_text(json.dumps((self._calls.number + self._operators.number) / STEPS))
 
 

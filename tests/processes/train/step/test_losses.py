@@ -22,12 +22,13 @@ from ray_app.runlog.journal import read_records
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.task.metrics import combine, score
-from ray_app.testing import DieAfter, TrainedRun, WorkerPool, cache_windows, digest_tensors, read_trained_run
+from ray_app.testing import TrainedRun, WorkerPool, cache_windows, digest_tensors, read_trained_run
 from ray_app.train.build import build_state, build_step
-from ray_app.train.job import Hooks, Job
+from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from tests.support import server_world
+from tests.support.bit_identity import train_and_resume, train_on_workers
 from tests.support.local_world import CPU, TinyImages, feed_of, make_job
 from tests.support.pages import blocks
 from tests.support.paths import ROOT
@@ -84,17 +85,10 @@ def test_weighted_losses_are_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:
     job = job_of(tmp_path / "run", data, **STRATEGIES[name])
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    for size in (2, 4):
-        several = worker_pool.train_new_run(job, size, cache_windows)
-        assert several.digests == alone.digests
-        assert several.steps == alone.steps
+    alone = train_and_resume(worker_pool, job, (1, 2, 4))
     assert alone.steps[0][6] == sum(position % 7 for v in range(4) for position in job.plan.epoch(0).rows_at(v, 0)), (
         "the recorded weight is not the sum over the rows"
     )
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(7)), cache_windows)
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == alone.digests
     unweighted = worker_pool.train_new_run(
         job_of(tmp_path / "other", data, task=Tokens("none"), **STRATEGIES[name]), 1, cache_windows
     )
@@ -335,10 +329,7 @@ def test_reduced_values_are_bit_identical_on_any_workers(
 ) -> None:
     """The rows of the last step of an epoch are those of one logical worker, and the others contribute nothing."""
     job = job_of(tmp_path / "run", data, task=Reduced(), **STRATEGIES[name])
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    for size in (2, 4):
-        several = worker_pool.train_new_run(job, size, cache_windows)
-        assert (several.digests, several.steps) == (alone.digests, alone.steps)
+    alone = train_on_workers(worker_pool, job, (1, 2, 4))
     without = worker_pool.train_new_run(
         job_of(tmp_path / "other", data, task=TinyImages(), **STRATEGIES[name]), 2, cache_windows
     )

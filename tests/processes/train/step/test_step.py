@@ -496,7 +496,7 @@ def test_step_and_reducer_are_freed_after_their_generation(data: Path, tmp_path:
             feed = feed_of(job.plan, Cursor(), world.assigned, cache_windows(job, Cursor(), world.assigned))
             with closing(step), closing(feed):
                 step.run(Cursor(), feed.next(), sum(job.plan.rows_of_step(0)), Flags(0))
-        return [weakref.ref(step), weakref.ref(getattr(step, "reducer", None) or step._reducer)]
+        return [weakref.ref(step), weakref.ref(step.reducer)]
 
     references = run_generation()
     gc.collect()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,24 @@ from torch import Tensor, nn
 
 from ray_app.checkpoint.format import params_digest
 from ray_app.checkpoint.store import CheckpointStore
-from ray_app.errors import PeerLostError, PreemptedError
+from ray_app.errors import PreemptedError
 from ray_app.plan.order import Cursor
 from ray_app.reduction.world import World
-from ray_app.runlog.journal import read_events
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
-from ray_app.testing import DieAfter, KilledError, WorkerPool, cache_windows, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.build import build_state, build_step
 from ray_app.train.job import Hooks, Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.transfer import transfer_snapshot
 from ray_app.train.strategies import central_storage
 from ray_app.train.strategies.central_storage import CentralBackend
+from tests.support.bit_identity import assert_bit_identical, train_and_resume
+from tests.support.fake_cuda import lock_pages
 from tests.support.injector import KillSaving
 from tests.support.local_world import CPU, LocalMembership, TinyImages, feed_of, make_job
 from tests.support.shifting_world import KillOnce, train_shifting
-from tests.support.waiting import wait_until
 
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 
@@ -57,14 +54,7 @@ def test_training_is_bit_identical_to_ddp_on_any_workers_and_after_a_resume(
     plain = worker_pool.train_new_run(
         central_job(tmp_path / "plain", data, train__strategy="ddp", **fields), 2, cache_windows
     )
-    for size in (1, 3):
-        central = worker_pool.train_new_run(job, size, cache_windows)
-        assert central.digests == plain.digests
-        assert central.steps == plain.steps
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(8)), cache_windows)
-    assert read_trained_run(job).commit.step == 6
-    worker_pool.train_to_end(job, 2, cache_windows)
-    assert read_trained_run(job).digests == plain.digests
+    train_and_resume(worker_pool, job, ends=(3, 8), expected=plain)
 
 
 @pytest.mark.parametrize(("lost", "repeats"), [(0, True), (1, False)])
@@ -79,8 +69,7 @@ def test_a_lost_worker_repeats_steps_only_if_it_held_the_optimizer_state(
     assert kill.proof.exists()
     assert outcomes[1 - lost].trace == ""
     run = read_trained_run(job)
-    assert run.digests == plain.digests
-    assert run.steps == plain.steps
+    assert_bit_identical(run, plain)
     assert [set(workers) for workers in run.workers[8:]] == [{1}] * 10
     assert all((1 in workers) == repeats for workers in run.workers[6:8])
     assert all(2 in workers for workers in run.workers[:7]), "a repeated step was not recorded the first time"
@@ -150,48 +139,6 @@ def test_a_checkpoint_is_committed_by_any_worker_that_has_its_copy(
     run = read_trained_run(job)
     assert run.digests == plain.digests
     assert [set(workers) for workers in run.workers[6:]] == [{2}] * 12, "a step before the checkpoint was repeated"
-
-
-@dataclasses.dataclass(frozen=True)
-class DieOnceCommitted:
-    """A hook that kills rank 0 after step 8, once the checkpoint of step 6 is committed."""
-
-    job: Job
-
-    def __call__(self, rank: int, step: int) -> None:
-        if (rank, step) == (0, 8):
-            wait_until(lambda: bool(CheckpointStore(self.job.paths).commits()), "no checkpoint")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.rest
-def test_a_restart_after_the_holder_was_killed_is_bit_identical(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
-    """As with `failure.recovery: restart`, all workers end and restart from the checkpoint, here on fewer workers."""
-    job = central_job(tmp_path / "run", data)
-    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = worker_pool.train(job, 3, Hooks(after_step=DieOnceCommitted(job)), cache_windows)
-    assert isinstance(outcomes[0].error, KilledError)
-    assert [type(o.error) for o in outcomes[1:]] == [PeerLostError] * 2
-    worker_pool.train_to_end(job, 2, cache_windows)
-    run = read_trained_run(job)
-    assert run.digests == plain.digests
-    assert run.steps == plain.steps
-    assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [6]
-
-
-def test_the_holder_leaves_and_workers_join_without_repeating_steps(
-    worker_pool: WorkerPool, data: Path, tmp_path: Path
-) -> None:
-    job = central_job(tmp_path / "run", data, checkpoint__every_steps=None)
-    plain = worker_pool.train_new_run(central_job(tmp_path / "plain", data, train__strategy="ddp"), 2, cache_windows)
-    outcomes = train_shifting(worker_pool, job, [[0, 1], [1], [1, 2, 3]], [4, 5])
-    assert [o.trace for o in outcomes] == [""] * 4
-    run = read_trained_run(job)
-    assert [set(workers) for workers in run.workers] == [{2}] * 4 + [{1}] * 5 + [{3}] * 9, "a step was repeated"
-    assert run.digests == plain.digests
-    assert run.steps == plain.steps
 
 
 def measure_state(rank: int, store: Path, job: Job, size: int) -> dict[str, Any]:
@@ -270,21 +217,18 @@ def test_only_the_rank_that_updates_parameters_page_locks_its_memory(
     """The memory is page-locked once in the life of a worker, however often generations form."""
     job = central_job(tmp_path / "run", data)
     state, locked_sizes = build_state(job.config, job.task, CPU, job.total_steps), list[int]()
-    backend: Any = state.backend
-    assert isinstance(backend, CentralBackend)
+    assert isinstance(state.backend, CentralBackend)
     monkeypatch.setattr(
         central_storage,
         "page_locked_like",
         lambda tensors: [locked_sizes.append(t.numel()) or torch.empty_like(t) for t in tensors],
     )
     before = params_digest(state.master.state_dict())
-    backend._lock_pages()
-    backend._device, backend._has_master = torch.device("cuda", 0), False
-    backend._lock_pages()
+    lock_pages(state.backend, CPU, True)
+    lock_pages(state.backend, torch.device("cuda", 0), False)
     assert not locked_sizes, "memory was page-locked on a CPU, or on a rank without master parameters"
-    backend._has_master = True
     for _ in range(2):
-        backend._lock_pages()
+        lock_pages(state.backend, torch.device("cuda", 0), True)
     sizes = [p.numel() for p in state.master.parameters()]
     assert locked_sizes == [*sizes, *sizes], "not exactly parameters and gradients were page-locked"
     assert params_digest(state.master.state_dict()) == before

@@ -18,14 +18,15 @@ from ray_app.reduction.world import World
 from ray_app.task.base import Batch
 from ray_app.task.environment import set_up_torch
 from ray_app.task.image import ImageClassification
-from ray_app.testing import DieAfter, WorkerPool, cache_windows, digest_tensors, read_trained_run
+from ray_app.testing import WorkerPool, cache_windows, digest_tensors, read_trained_run
 from ray_app.train.build import build_state, build_step
-from ray_app.train.job import Hooks, Job
+from ray_app.train.job import Job
 from ray_app.train.membership import Flags
 from ray_app.train.state.state import TrainingState
 from ray_app.train.step.micro_batch import ReplicaBuffers
 from ray_app.train.strategies import local_sgd
 from ray_app.train.strategies.local_sgd import LocalStep
+from tests.support.bit_identity import train_and_resume, train_on_workers
 from tests.support.local_world import CLASSES, CPU, LocalMembership, TinyImages, feed_of, make_job, write_images
 
 ROWS = [[50, 1], [46]]
@@ -58,18 +59,10 @@ def test_local_sgd_is_bit_identical_on_any_workers_and_after_a_resume(
     worker_pool: WorkerPool, data: Path, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     job = local_job(tmp_path / "run", data, **fields)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    several = worker_pool.train_new_run(job, 3, cache_windows)
-    assert len(alone.steps) == job.total_steps
-    assert several.digests == alone.digests
-    assert several.steps == alone.steps
     # Step 11 is in the middle of a round.
-    worker_pool.train(job, 3, Hooks(after_step=DieAfter(11)), cache_windows)
-    assert read_trained_run(job).commit.step == 6
-    worker_pool.train_to_end(job, 2, cache_windows)
-    resumed = read_trained_run(job)
-    assert resumed.digests == alone.digests
-    assert resumed.workers[6:8] == [[3, 2], [3, 2]], "the steps of the round were not repeated"
+    alone = train_and_resume(worker_pool, job, ends=(3, 11))
+    assert len(alone.steps) == job.total_steps
+    assert read_trained_run(job).workers[6:8] == [[3, 2], [3, 2]], "the steps of the round were not repeated"
 
 
 class ScalarParameter(TinyImages):
@@ -88,9 +81,7 @@ def test_a_parameter_without_dimensions_is_averaged_and_the_number_of_steps_is_n
     worker_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:
     job = local_job(tmp_path / "run", data, task=ScalarParameter(), train__outer_lr=0.7)
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    assert len(alone.steps) == job.total_steps
-    assert worker_pool.train_new_run(job, 2, cache_windows).digests == alone.digests
+    assert len(train_on_workers(worker_pool, job, (1, 2)).steps) == job.total_steps
 
 
 def step_of(job: Job, store: Path, state: TrainingState | None = None) -> tuple[LocalStep, TrainingState, Any]:
@@ -115,7 +106,7 @@ def test_the_average_is_the_mean_of_the_states_of_the_logical_workers(
     apply_round = local_sgd.apply_round
 
     def record_replicas(*args: Any) -> None:
-        replicas.extend(copy.deepcopy([replica.state for replica in step._replicas.values()]))
+        replicas.extend(copy.deepcopy([replica.state for replica in step.replicas.values()]))
         apply_round(*args)
 
     monkeypatch.setattr(local_sgd, "apply_round", record_replicas)
@@ -206,11 +197,8 @@ def test_a_logical_worker_without_rows_takes_part_in_the_average(worker_pool: Wo
     job = local_job(
         tmp_path / "run", data, task=TinyImages(), train__local_steps=2, train__epochs=4, checkpoint__every_steps=2
     )
-    alone = worker_pool.train_new_run(job, 1, cache_windows)
-    several = worker_pool.train_new_run(job, 2, cache_windows)
-    assert several.digests == alone.digests
-    assert [step[4] for step in several.steps] == [(1, 1, 0, 0)] * 4
-    assert worker_pool.train_new_run(job, 4, cache_windows).digests == alone.digests
+    alone = train_on_workers(worker_pool, job, (1, 2, 4))
+    assert [step[4] for step in alone.steps] == [(1, 1, 0, 0)] * 4
 
 
 def test_flags_are_returned_at_the_next_average(data: Path, tmp_path: Path) -> None:
@@ -250,7 +238,7 @@ def test_one_local_step_with_an_outer_optimizer_is_close_to_ddp(
 def test_optimizer_state_that_is_not_averaged_is_sent_from_the_host(data: Path, tmp_path: Path) -> None:
     """A tensor of a device would arrive on the device of the same number, which the other worker may not have."""
     step, *_ = step_of(local_job(tmp_path / "run", data), tmp_path / "store")
-    replica = step._replicas[0]
+    replica = step.replicas[0]
     with FakeTensorMode():
         for p in replica.trained:
             replica.state.optimizer.state[p] = {

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from ray_app.drill.faults import HookChain
 from ray_app.testing import WorkerPool, cache_windows, read_trained_run
 from ray_app.train.job import Hooks
-from tests.support.sharded import Units, assert_bit_identical, committed_before, fsdp_job
+from tests.support.bit_identity import assert_bit_identical
+from tests.support.sharded import Units, committed_before, fsdp_job
 from tests.support.shifting_world import KillOnce, train_shifting
 
 PLAIN = {"train__strategy": "ddp", "train__peer_replica": False}

@@ -54,12 +54,10 @@ def test_parameter_servers_learn_the_digits_after_a_kill_and_a_resume(
 ) -> None:
     fields = {"train__strategy": "parameter_server", "train__servers": 2, "train__staleness": staleness}
     world = ServerWorld(digits_job(tmp_path, digits, fields), 2)
-    while world.coordinator._units.complete < 60:
-        world.run(turns=1)
+    world.run_until(60)
     world.kill("0")
-    while world.coordinator._units.complete < 160:
-        world.run(turns=1)
-    world.coordinator._step_log.close()
+    world.run_until(160)
+    world.close()
     job = dataclasses.replace(digits_job(tmp_path, digits, fields | {"train__servers": 1}), fence=2)
     ServerWorld(job, 3).run()
     assert [e.details["step"] for e in read_events(job.paths, "resumed")] == [138]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,163 +11,15 @@ import pytest
 import ray
 from ray.train.v2._internal.execution.controller.controller import TrainController
 from ray.train.v2._internal.execution.controller.state import RestartingState, RunningState, SchedulingState
-from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 
-from ray_app.cluster.controller import controller as module
-from ray_app.cluster.controller.controller import ElasticController
 from ray_app.cluster.controller.decisions import StoppedWaitingError
-from ray_app.cluster.controller.failure_budget import FailureBudget
-from ray_app.cluster.controller.pending_workers import Slot
 from ray_app.cluster.controller.worker_group import WorkersFailedToStartError
-from ray_app.config.config import Config
 from ray_app.config.sections import FailureSection
 from ray_app.errors import BudgetSpentError, DeviceFaultError, RepeatedFailureError
 from ray_app.runlog.journal import StepRecord, read_events
 from ray_app.train.membership import Heartbeat, RendezvousStatus
-
-TRAINS, EXITED = WorkerStatus(running=True), WorkerStatus(running=False)
-FAILED = WorkerStatus(running=False, error=OSError("lost"))
-# The controller keeps this part of a status such as `FAILED`.
-ENDED = False, FAILED.error
-
-
-class FakeGroup:
-    """A worker group; each worker is on a node of its own."""
-
-    pending: FakePendingWorkers
-
-    def __init__(self, **workers: WorkerStatus) -> None:
-        self.polls, self.workers = workers, list(workers)
-
-    def __len__(self) -> int:
-        return len(self.workers)
-
-    def get_workers(self) -> list[Any]:
-        return [
-            SimpleNamespace(actor=name, metadata=SimpleNamespace(node_id=name, gpu_ids=[0])) for name in self.workers
-        ]
-
-    def drop(self, actor_ids: frozenset[str]) -> None:
-        self.workers = [name for name in self.workers if name not in actor_ids]
-
-    def join(self, max_workers: int) -> int:
-        self.workers += [f"new{index}" for index in range(max_workers)]
-        self.pending.count -= max_workers
-        return max_workers
-
-
-class FakePendingWorkers:
-    """A fake of `PendingWorkers` in which all pending workers are ready."""
-
-    def __init__(self) -> None:
-        self.count = self.failed_rounds = self.num_held = 0
-        self.started, self.reasons = list[int](), list[str]()
-        self.excluded = list[tuple[str, ...]]()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def count_ready(self, since_s: float = 0.0) -> int:
-        return self.count
-
-    def poll(self, draining_nodes: frozenset[str]) -> list[str]:
-        reasons, self.reasons = self.reasons, []
-        self.count -= len(reasons)
-        return reasons
-
-    def exclude(self, device: tuple[str, ...]) -> None:
-        self.excluded.append(device)
-
-    def include_all_devices(self) -> None:
-        self.excluded, self.num_held = [], 0
-
-    def limit_to(self, max_pending: int) -> None:
-        self.count = min(self.count, max_pending)
-
-    def start(self, count: int, slot: Slot) -> None:
-        if count > 0:
-            self.started.append(count)
-            self.count += count
-
-
-class FakeRendezvous:
-    """A fake of the rendezvous that records the calls."""
-
-    def __init__(self) -> None:
-        self.calls, self.heartbeats = list[Any](), list[Heartbeat]()
-        self.now = RendezvousStatus(set(), set(), {}, 0, 7, None, None, False, 60.0)
-
-    def status(self) -> RendezvousStatus:
-        return self.now
-
-    def workers(self) -> list[Heartbeat]:
-        return self.heartbeats
-
-    def set_expected(self, *expected: Any) -> None:
-        self.calls.append(expected)
-
-    def drain(self, draining: set[str]) -> None:
-        self.draining = draining
-
-    def remove(self, workers: frozenset[str]) -> None:
-        self.calls.append(sorted(workers))
-
-
-class ControllerHarness:
-    """A controller of 1 to 3 workers without Ray; the test moves its clock."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-        shape = {"scaling__max_workers": 3, "scaling__logical_workers": 3} | fields
-        config = Config().replace(**shape)
-        self.budget = FailureBudget(str(folder), 1, config.failure)
-        self.pending = FakePendingWorkers()
-        self.rendezvous = FakeRendezvous()
-        self.policy: Any = SimpleNamespace(
-            draining_nodes=frozenset(), excluded_nodes=(), suspected=set(), include_all_nodes=lambda: None
-        )
-        self.policy.suspect = self.policy.suspected.update
-        self.policy.possible_workers = lambda current: self.possible - self.held_slots
-        self.policy.set_held_slots = lambda count: setattr(self, "held_slots", count)
-        self.policy.exclude_node = lambda node: setattr(self.policy, "excluded_nodes", (node,))
-        self.policy.capacity_without = lambda node, current: 1
-        self.possible, self.held_slots = 3, 0
-        self.now_s = 1000.0
-        self.group = None
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s, sleep=lambda s: None))
-        monkeypatch.setattr(module, "actor_id_of", lambda actor: actor)
-        monkeypatch.setattr(TrainController, "__init__", lambda self, **_: None)
-        monkeypatch.setattr(TrainController, "_poll_workers", ControllerHarness._poll)
-        monkeypatch.setattr(
-            TrainController, "_shutdown_worker_group", lambda ours: setattr(ours, "_worker_group", None)
-        )
-        self.abandoned, slot = threading.Event(), Slot({"CPU": 1.0}, {})
-        collaborators: Any = (config, self.rendezvous, self.budget, self.pending, slot, self.abandoned, self.policy)
-        self.controller: Any = ElasticController(*collaborators)
-        self.controller._worker_group, self.controller._run_attempt_id = None, "attempt"
-
-    @staticmethod
-    async def _poll(controller: Any) -> WorkerGroupPollStatus:
-        group = controller._worker_group
-        return WorkerGroupPollStatus(dict(enumerate(group.polls.get(name, TRAINS) for name in group.workers)), {})
-
-    def poll(self, group: FakeGroup | None = None) -> list[str]:
-        """Polls a group of workers as Ray does while they train; returns the workers that are in it afterwards."""
-        if group is not None:
-            self.controller._worker_group = group
-        self.controller._worker_group.pending = self.pending
-        status = asyncio.run(self.controller._poll_workers())
-        if status.errors:
-            self.decide()
-        group = self.controller._worker_group
-        return [] if group is None else group.workers
-
-    def decide(self) -> Any:
-        """Returns Ray's next state after a failure, or without workers."""
-        decide = self.controller._make_and_handle_scaling_decision_for_non_running_worker_group
-        return decide(RestartingState(training_failed_error=None)).next_state
-
-    def events(self, *kinds: str) -> list[Any]:
-        return [(event.kind, event.details) for event in read_events(self.budget.paths, *kinds)]
+from tests.support.controller import EXITED, FAILED, TRAINS, ControllerHarness, FakeGroup
 
 
 @pytest.fixture
@@ -218,15 +68,11 @@ def test_a_worker_that_exited_while_another_failed_is_charged_as_a_preemption(ha
 
 
 def test_all_workers_restart_after_all_of_them_are_lost(harness: ControllerHarness) -> None:
-    harness.controller._worker_group, harness.controller._polls = (
-        FakeGroup(a=FAILED, b=FAILED),
-        {"a": ENDED, "b": ENDED},
-    )
-    state = harness.decide()
+    state = harness.decide_after(FakeGroup(a=FAILED, b=FAILED), "a", "b")
     assert isinstance(state, SchedulingState)
     decision = state.scaling_decision
     assert (decision.num_workers, decision.resources_per_worker) == (3, {"CPU": 1.0})
-    assert harness.controller._worker_group is None
+    assert harness.group is None
     assert harness.policy.suspected == {"a", "b"}
     assert harness.events("failed")[0][1]["left"] == 0
 
@@ -273,7 +119,7 @@ def record(slow: dict[str, float]) -> StepRecord:
 
 def test_a_worker_that_stays_slow_is_evicted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = ControllerHarness(tmp_path, monkeypatch, scaling__evict_straggler_after_s=60.0)
-    harness.controller._worker_group = FakeGroup(a=TRAINS, b=TRAINS, c=TRAINS)
+    harness.group = FakeGroup(a=TRAINS, b=TRAINS, c=TRAINS)
     harness.rendezvous.heartbeats = [Heartbeat(n, n, "host", 1, 5, generation=1, rank=r) for r, n in enumerate("abc")]
 
     def poll(slow: dict[str, float], seconds: float) -> None:
@@ -297,7 +143,7 @@ def test_a_worker_that_stays_slow_is_evicted_once(tmp_path: Path, monkeypatch: p
 
 def test_failed_starts_are_retried_with_backoff_while_other_workers_train(harness: ControllerHarness) -> None:
     start_s, harness.now_s = harness.now_s, harness.now_s
-    harness.controller._worker_group, started_s = FakeGroup(a=TRAINS, b=TRAINS), list[float]()
+    harness.group, started_s = FakeGroup(a=TRAINS, b=TRAINS), list[float]()
     rounds = itertools.count(-2)
     while harness.now_s - start_s < 400:
         before = len(harness.pending.started)
@@ -326,15 +172,15 @@ def test_starts_whose_workers_fail_three_times_in_a_row_end_the_run(
     monkeypatch.setattr(TrainController, "_start_worker_group", start)
     for _ in range(2):
         with pytest.raises(WorkersFailedToStartError):
-            harness.controller._start_worker_group(num_workers=2)
+            harness.start()
     with pytest.raises(RepeatedFailureError if is_charged else WorkersFailedToStartError):
-        harness.controller._start_worker_group(num_workers=2)
+        harness.start()
     assert [details["reason"] for _, details in harness.events("start_failed")] == ["the node kills it"] * 3
     charged = [details["errors"] for _, details in harness.events("failed")]
     assert charged == [{"start": "RuntimeError: the node kills it"}] * (3 if is_charged else 0)
     reasons[:] = ["the cluster has no capacity"]
     with pytest.raises(WorkersFailedToStartError):
-        harness.controller._start_worker_group(num_workers=2)
+        harness.start()
     assert len(harness.events("start_failed")) == 3
 
 
@@ -349,18 +195,16 @@ def test_an_abandoned_run_ends_its_workers_and_its_pending_workers(
 
     monkeypatch.setattr(TrainController, "_run_control_loop_iteration", iterate)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    controller, harness.pending.count = harness.controller, 2
-    controller._worker_group = SimpleNamespace(abort=lambda: ended.append("aborted"))
-    controller._set_state = lambda state: ended.append(state.is_terminal())
-    asyncio.run(controller._run_control_loop_iteration())
+    monkeypatch.setattr(TrainController, "_set_state", lambda _, state: ended.append(state.is_terminal()))
+    harness.pending.count, harness.group = 2, SimpleNamespace(abort=lambda: ended.append("aborted"))
+    harness.iterate()
     assert ended == ["iterated"]
-    asyncio.run(controller._run_control_loop_iteration())
+    harness.iterate()
     assert (ended, harness.pending.count) == (["iterated", "aborted", True], 0)
 
 
 def test_the_remaining_workers_continue_in_the_state_that_ray_polls(harness: ControllerHarness) -> None:
-    harness.controller._worker_group, harness.controller._polls = FakeGroup(a=TRAINS, b=FAILED), {"b": ENDED}
-    assert isinstance(harness.decide(), RunningState)
+    assert isinstance(harness.decide_after(FakeGroup(a=TRAINS, b=FAILED), "b"), RunningState)
     assert FailureSection().max_failures == 5, "the default budget allows the failure that `decide` charged"
 
 

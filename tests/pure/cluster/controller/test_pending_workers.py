@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,34 +14,9 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
 from ray_app.cluster.controller import pending_workers as module
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorker, PendingWorkers, Slot
-from ray_app.cluster.controller.worker_group import ElasticGroup, WorkersFailedToStartError
-
-
-@pytest.fixture
-def slot_queries(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the queries for each slot; slots named `no...` are never placed, and no worker becomes ready."""
-    queries: Counter[str] = Counter()
-
-    def table(group: str) -> dict[str, Any]:
-        queries[group] += 1
-        return {"state": "PENDING" if group.startswith("no") else "CREATED"}
-
-    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda refs, **_: ([], refs), kill=lambda actor: None))
-    monkeypatch.setattr(module, "placement_group_table", table)
-    monkeypatch.setattr(module, "remove_placement_group", lambda group: None)
-    return queries
-
-
-def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(slot_queries: Counter[str]) -> None:
-    pending_workers, now = PendingWorkers(None, 1, bool), time.monotonic()
-    pending_workers._pending = [
-        PendingWorker(None, group, None, group, now - 1, now + 60) for group in ("a", "no slot", "b")
-    ]
-    assert pending_workers.poll() == [NO_CAPACITY]
-    assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
-    assert len(pending_workers) == 2
-    assert slot_queries == {"a": 1, "no slot": 1, "b": 1}
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
+from ray_app.cluster.controller.worker_group import WorkersFailedToStartError
+from tests.support.controller import SLOT, create_workers, initialize_contexts, make_group, start_group
 
 
 class WorkerDiedError(ray.exceptions.RayError):
@@ -111,7 +85,24 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
     return fake_node
 
 
-SLOT = Slot({"CPU": 1.0}, {})
+def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries, names = Counter[str](), iter(["a", "no slot", "b"])
+
+    def table(group: str) -> dict[str, Any]:
+        queries[group] += 1
+        return {"state": "PENDING" if group == "no slot" else "CREATED"}
+
+    monkeypatch.setattr(module, "placement_group", lambda *_, **__: next(names))
+    monkeypatch.setattr(module, "placement_group_table", table)
+    monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", -60.0)
+    pending_workers, node.now = PendingWorkers(None, 1, bool), "slow"
+    pending_workers.start(3, SLOT)
+    assert pending_workers.poll() == [NO_CAPACITY]
+    assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
+    assert len(pending_workers) == 2
+    assert queries == {"a": 1, "no slot": 1, "b": 1}
 
 
 def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: Node) -> None:
@@ -134,23 +125,14 @@ def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: N
     assert (pending_workers.count_ready(), pending_workers.failed_rounds) == (2, 0)
 
 
-def group_of(pending_workers: PendingWorkers) -> Any:
-    """Returns a worker group of two workers that starts."""
-    group: Any = ElasticGroup.__new__(ElasticGroup)
-    context = SimpleNamespace(num_workers=2, resources_per_worker={"CPU": 1.0})
-    vars(group).update(_pending_workers=pending_workers, _slot=SLOT, _callbacks=[], _worker_group_state=None)
-    vars(group)["_worker_group_context"] = context
-    return group
-
-
 def test_a_start_whose_workers_keep_dying_is_charged_after_three_rounds(node: Node) -> None:
     """The preparation may have caused the first deaths; the next workers skip it."""
     pending_workers = PendingWorkers("prepare", 2, bool)
-    group, charged = group_of(pending_workers), list[bool]()
+    group, charged = make_group(pending_workers), list[bool]()
     for _ in range(6):
         pending_workers.start(1, SLOT)
         with pytest.raises(WorkersFailedToStartError, match="0 of 2 workers are ready") as caught:
-            group._create_workers(2)
+            create_workers(group, 2)
         assert caught.value.reasons == ["the node kills who comes"]
         charged.append(caught.value.is_charged)
     assert charged == [False, False, False, True, True, True]
@@ -160,11 +142,11 @@ def test_a_node_without_capacity_is_not_charged_as_a_failure(node: Node, monkeyp
     monkeypatch.setattr(module, "placement_group_table", lambda group: {"state": "PENDING"})
     monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", -60.0)
     node.now, pending_workers = "slow", PendingWorkers("prepare", 2, bool)
-    group = group_of(pending_workers)
+    group = make_group(pending_workers)
     for _ in range(9):
         pending_workers.start(2, SLOT)
         with pytest.raises(WorkersFailedToStartError) as caught:
-            group._create_workers(2)
+            create_workers(group, 2)
         assert (caught.value.reasons, caught.value.is_charged) == ([NO_CAPACITY] * 2, False)
 
 
@@ -185,14 +167,12 @@ def test_a_worker_that_is_not_ready_delays_a_start_for_a_limited_time(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now["s"]))
     monkeypatch.setattr(PendingWorkers, "poll", poll_a_second_later)
     pending_workers = PendingWorkers("prepare", min_workers, bool)
-    node.now = "ready"
+    node.now, now["s"] = "ready", 1001 - elapsed_s
     pending_workers.start(2, SLOT)
-    for pending_worker in pending_workers._pending:
-        pending_worker.started_s = now["s"] + 1 - elapsed_s
-    node.now = "slow"
+    node.now, now["s"] = "slow", 1000.0
     pending_workers.start(1, SLOT)
     with pytest.raises(WorkersFailedToStartError, match="2 of 3 workers are ready") as caught:
-        group_of(pending_workers)._create_workers(3)
+        create_workers(make_group(pending_workers), 3)
     assert now["s"] - 1001 == waited_s
     assert (pending_workers.count_ready(), len(pending_workers)) == (2, 3 if waited_s < 600 else 2)
     assert not caught.value.is_charged
@@ -220,7 +200,7 @@ def test_a_worker_lost_while_the_group_starts_is_charged_and_the_start_is_retrie
     monkeypatch: pytest.MonkeyPatch, raised: Exception, has_begun: bool
 ) -> None:
     """Ray launches the training outside the block that detects lost workers; before that it names no cause."""
-    group, ended = group_of(PendingWorkers("prepare", 2, bool)), list[Any]()
+    group, ended = make_group(PendingWorkers("prepare", 2, bool)), list[Any]()
 
     def start(self: Any, builder: Any) -> None:
         if has_begun:
@@ -230,9 +210,8 @@ def test_a_worker_lost_while_the_group_starts_is_charged_and_the_start_is_retrie
 
     is_lost = isinstance(raised, ActorDiedError)
     monkeypatch.setattr(WorkerGroup, "_start_impl", start)
-    vars(group).update(_replica_groups=None, _worker_rank_to_replica_group_rank=None, _world_rank_to_ongoing_poll={})
     with pytest.raises(WorkerGroupStartupFailedError if is_lost or not has_begun else type(raised)) as caught:
-        group._start()
+        start_group(group)
     assert (ended, group.has_started()) == ([group] if has_begun else [], False)
     assert (type(caught.value) is WorkersFailedToStartError) == is_lost
     if is_lost:
@@ -241,23 +220,22 @@ def test_a_worker_lost_while_the_group_starts_is_charged_and_the_start_is_retrie
 
 def test_a_worker_that_does_not_answer_at_the_start_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time-out of Ray would end the run without naming the worker that did not answer."""
-    group, actor_ids = group_of(PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
+    group, actor_ids = make_group(PendingWorkers("prepare", 2, bool)), [ray.ActorID.from_random() for _ in range(2)]
     actors = [
         SimpleNamespace(_actor_id=actor_id, init_train_context=SimpleNamespace(remote=lambda _id=actor_id, **_: _id))
         for actor_id in actor_ids
     ]
     workers = [SimpleNamespace(actor=actor, distributed_context=None) for actor in actors]
     monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs[:1], refs[1:]))
-    vars(group).update(_train_run_context=None, _storage_context=None, _worker_callbacks_to_propagate=[])
     with pytest.raises(
         ray.exceptions.RayActorError, match=f"{actor_ids[1].hex()} is unavailable: .* has not answered for 120 s"
     ):
-        group._init_train_context_on_workers(workers, None, {})
+        initialize_contexts(group, workers)
 
 
 def test_the_unused_sync_actor_is_killed_before_the_group_waits_for_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its imports would take CPU time from the workers."""
-    group = group_of(PendingWorkers(None, 1, bool))
+    group = make_group(PendingWorkers(None, 1, bool))
     builder = SimpleNamespace(sync_actor=None)
     calls = list[Any]()
 

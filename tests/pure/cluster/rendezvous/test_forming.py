@@ -56,7 +56,7 @@ def observed_transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberSta
     """Records the transitions of members that occur."""
     transitions = set[tuple[MemberState, MemberState]]()
     lost, exiting = set[str](), set[str]()
-    change, start = Members._change_profile, Rendezvous.__init__
+    change, start = Members.change_profile, Rendezvous.__init__
     report_exit, remove = Rendezvous.report_exit, Rendezvous.remove
 
     def watched_change(self: Members, member: Member, profile: MemberProfile) -> None:
@@ -84,7 +84,7 @@ def observed_transitions(monkeypatch: pytest.MonkeyPatch) -> set[tuple[MemberSta
         exiting.clear()
         start(self, *arguments, **options)
 
-    monkeypatch.setattr(Members, "_change_profile", watched_change)
+    monkeypatch.setattr(Members, "change_profile", watched_change)
     monkeypatch.setattr(Rendezvous, "report_exit", watched_exit)
     monkeypatch.setattr(Rendezvous, "remove", watched_remove)
     monkeypatch.setattr(Rendezvous, "__init__", watched_start)

@@ -13,7 +13,7 @@ import pytest
 
 from ray_app.ingest.ingest import IngestOptions, ingest
 from ray_app.ingest.readers import sources
-from ray_app.ingest.readers.csv_columns import _may_have_leading_zeros
+from ray_app.ingest.readers.csv_columns import may_have_leading_zeros
 from tests.support.ingest_inputs import ingest_and_read, ingest_error, read_columns
 
 SKIP = {"on_bad_row": "skip"}
@@ -311,9 +311,9 @@ def test_candidates_of_leading_zeros_are_those_of_a_slice() -> None:
     for first in range(len(values)):
         expected = [False, False, True, False, False, False, False, True, False, False][first:]
         # "x" may be preceded by anything that is no digit, but has one character alone.
-        assert _may_have_leading_zeros(values[first:], ".").tolist() == expected
-    assert not np.any(_may_have_leading_zeros(pa.array([None], pa.string()), "."))
-    assert not len(_may_have_leading_zeros(pa.array([], pa.string()), "."))
+        assert may_have_leading_zeros(values[first:], ".").tolist() == expected
+    assert not np.any(may_have_leading_zeros(pa.array([None], pa.string()), "."))
+    assert not len(may_have_leading_zeros(pa.array([], pa.string()), "."))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from ray_app.task.keras.library import import_keras
 from ray_app.task.keras.optimizer import (
     KerasOptimizer,
     KerasSchedule,
-    _make_variable,
     describe_optimizer,
+    make_variable,
     refuse_sharding,
 )
 from ray_app.train.state.parameters import group_parameters, load_optimizer
@@ -196,7 +196,7 @@ def test_constraints_and_schedules_of_files_import_nothing(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "evil_of_a_checkpoint.py").write_text("open('it-ran', 'w').close()\n")
     with suppress(Exception):
-        _make_variable(torch.ones(1), 0, {"path": "dense/kernel", "constraint": json.dumps(serialized)})
+        make_variable(torch.ones(1), 0, {"path": "dense/kernel", "constraint": json.dumps(serialized)})
     with suppress(Exception):
         KerasSchedule(torch.optim.SGD([torch.ones(1)]), serialized)
     assert "evil_of_a_checkpoint" not in sys.modules

@@ -66,7 +66,7 @@ def objects() -> dict[str, list[Any]]:
     model.compile("adam", "mse", metrics=["accuracy"], weighted_metrics=["mae"])
     model.train_on_batch(torch.ones(2, 4), torch.ones(2, 3))
     model.optimizer.exclude_from_weight_decay(var_names=["bias"])
-    metrics = [metric for metric in model.metrics if metric is not model._loss_tracker]
+    metrics = [metric for metric in model.metrics if metric.name != "loss"]
     return {
         "program": [model],
         "layer": [layer],
@@ -94,7 +94,7 @@ def test_there_are_as_many_private_names_as_the_module_uses() -> None:
 
 
 def test_the_attributes_of_a_thread_exist() -> None:
-    state = library._global_state()
+    state = library.global_state()
     keras.layers.Dense(3)
     keras.random.normal((2,))
     assert state.get_global_attribute(library._NAME_COUNTERS)["dense"] > 0

@@ -116,7 +116,7 @@ def test_dropout_has_the_distribution_of_keras(data: Path) -> None:
     x = torch.ones(64, 6, 6, 4)
     for step in range(20):
         seed_step(0, 0, step, 0, CPU)
-        model._seed()
+        model.seed_generators()
         dropped.append(float((layer(x, training=True) == 0).float().mean()))
     count = x.numel() * len(dropped)
     assert abs(np.mean(dropped) - 0.3) < 4 * np.sqrt(0.3 * 0.7 / count)

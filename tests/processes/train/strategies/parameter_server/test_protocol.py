@@ -8,9 +8,7 @@ import os
 import pickle
 import socket
 import threading
-from contextlib import suppress
 from pathlib import Path
-from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,14 +16,13 @@ import numpy as np
 import pytest
 import ray
 
-from ray_app import channel
 from ray_app.channel import Listener, connect, pack_frame
 from ray_app.errors import DataError
 from ray_app.train.job import Job
+from ray_app.train.strategies.parameter_server import actors
 from ray_app.train.strategies.parameter_server.actors import RayServers, ServerActor
 from ray_app.train.strategies.parameter_server.protocol import receive, send, start_server
 from tests.support.local_world import make_job, write_images
-from tests.support.waiting import is_closed, wait_until
 
 WAIT_S = 20.0
 
@@ -85,85 +82,6 @@ def test_messages_larger_than_socket_buffers_travel_both_ways_at_once(echo: tupl
     assert is_intact == dict.fromkeys(range(3), True)
 
 
-@pytest.mark.parametrize(
-    "secret",
-    ["0" * 32, "", "GET / HTTP/1.1\r\nHost: parameters\r\n\r\n"],
-    ids=["another secret", "nothing", "a browser"],
-)
-def test_a_client_without_the_secret_is_not_served(secret: str) -> None:
-    requests: list[Any] = []
-    listener = start_server(requests.append)
-    with socket.create_connection(listener.listen("127.0.0.1"), timeout=WAIT_S) as connection:
-        connection.sendall(secret.encode())
-        # The listener may have closed the connection already.
-        with suppress(OSError):
-            connection.shutdown(socket.SHUT_WR)
-        with suppress(OSError):
-            assert len(connection.recv(4096)) in (0, 64), "the listener sends more than its part of the handshake"
-            assert connection.recv(1) == b"", "the connection stays open"
-    assert requests == []
-
-
-def test_unauthenticated_clients_do_not_keep_workers_out(
-    monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]
-) -> None:
-    """Clients have a fixed time in all to send the secret, however few bytes at a time, and their number is limited."""
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.3)
-    monkeypatch.setattr(channel, "_MAX_UNAUTHENTICATED", 2)
-    listener, address = echo
-    clients = [socket.create_connection(address, timeout=WAIT_S) for _ in range(4)]
-    wait_until(lambda: any(is_closed(client) for client in clients), "no client was disconnected", WAIT_S)
-    attempts: list[int] = []
-
-    def are_disconnected() -> bool:
-        attempts.append(len(attempts))
-        for client in clients:
-            with suppress(OSError):
-                client.send(b"0")
-        return not listener._handshakes
-
-    wait_until(are_disconnected, "the clients stay connected", WAIT_S)
-    assert len(attempts) < 32, "the clients stayed connected until they had sent as many bytes as the secret has"
-    monkeypatch.setattr(channel, "_HANDSHAKE_S", WAIT_S)
-    with connect(address, listener.secret, WAIT_S) as connection:
-        send(connection, ["a worker"])
-        assert receive(connection) == ["a worker"]
-    for client in clients:
-        client.close()
-
-
-def test_a_listener_survives_a_lack_of_threads(
-    monkeypatch: pytest.MonkeyPatch, echo: tuple[Listener, tuple[str, int]]
-) -> None:
-    listener, address = echo
-    start, refused_threads = threading.Thread.start, list[str]()
-
-    def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "connection" and not refused_threads:
-            refused_threads.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_once)
-    with connect(address, listener.secret, WAIT_S) as connection, pytest.raises(OSError, match=r"closed|reset|Broken"):
-        receive(connection)
-    with connect(address, listener.secret, WAIT_S) as connection:
-        send(connection, ["welcome"])
-        assert receive(connection) == ["welcome"]
-    assert refused_threads == ["connection"]
-
-
-def test_a_full_socket_buffer_is_not_taken_for_a_lost_connection() -> None:
-    """The kernel has no limit on how long the buffer of either end of a connection may be full."""
-    accepted: Queue[socket.socket] = Queue()
-    listener = Listener(accepted.put)
-    with connect(listener.listen("127.0.0.1"), listener.secret, WAIT_S) as client, accepted.get(timeout=WAIT_S) as end:
-        for connection in (client, end):
-            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
-            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    listener.close()
-
-
 def test_a_client_that_sends_another_format_is_disconnected_alone(echo: tuple[Listener, tuple[str, int]]) -> None:
     listener, address = echo
     with connect(address, listener.secret, WAIT_S) as good, connect(address, listener.secret, WAIT_S) as bad:
@@ -209,15 +127,23 @@ def handles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Handle]:
     return [Handle(job), Handle(job)]
 
 
-def test_a_server_that_ended_is_lost_and_the_next_call_reaches_its_successor(handles: list[Handle]) -> None:
-    servers = RayServers(tuple(handles))
+def test_a_server_that_ended_is_lost_and_the_next_call_reaches_its_successor(
+    handles: list[Handle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, connections = RayServers(tuple(handles)), list[socket.socket]()
+
+    def connect_and_record(*arguments: Any) -> socket.socket:
+        connections.append(connect(*arguments))
+        return connections[-1]
+
+    monkeypatch.setattr(actors, "connect", connect_and_record)
     assert servers.call("era", [(), ()]) == [0, 0]
     # The kernel does this when a process ends.
-    servers._lines[1].shutdown(socket.SHUT_RDWR)
+    connections[1].shutdown(socket.SHUT_RDWR)
     handles[1].start()
-    handles[1].server._era = 7
+    handles[1].server.era = lambda: 7
     assert servers.call("era", [(), ()]) is None
-    assert servers._lines == []
+    assert [connection.fileno() for connection in connections] == [-1, -1]
     assert servers.call("era", [(), ()]) == [0, 7]
     assert pickle.loads(pickle.dumps(RayServers(("a", "b")))).handles == ("a", "b")
 
@@ -229,10 +155,9 @@ def test_an_error_in_a_server_is_raised_in_the_caller(handles: list[Handle]) -> 
         raise DataError("the optimizer of a user does not like this")
 
     handles[0].server.norms = fail
-    with pytest.raises(DataError, match="does not like this"):
-        servers.call("norms", [(0, 0, []), (0, 0, [])])
-    with pytest.raises(DataError, match="does not like this"):
-        servers.call("norms", [(0, 0, []), (0, 0, [])])
+    for _ in range(2):
+        with pytest.raises(DataError, match="does not like this"):
+            servers.call("norms", [(0, 0, []), (0, 0, [])])
     assert servers.call("era", [(), ()]) == [0, 0], "answers are mixed up after a failure"
 
 
