@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_259,
     "ray_app/watch": 1_188,
     "ray_app/*.py": 2_483,
-    "tests": 79_685,
+    "tests": 79_652,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

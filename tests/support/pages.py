@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from tests.support.ingest_inputs import write_idx, write_tar
+from tests.support.ingest_inputs import write_tar
 from tests.support.paths import ROOT, SUPPORT
 
 PAGES = [
@@ -74,11 +74,6 @@ def _photos(folder: Path) -> None:
             Image.fromarray(pixels).save(folder / "photos" / name / f"{number}.png")
 
 
-def _mnist(folder: Path) -> None:
-    write_idx(folder / "mnist", "train", 320, packed=True)
-    write_idx(folder / "mnist", "t10k", 64, packed=False)
-
-
 def _mnist_of_keras(folder: Path) -> None:
     rng = np.random.default_rng(0)
     sides = {"train": 320, "test": 64}
@@ -97,13 +92,11 @@ def _iris(folder: Path) -> None:
 
 
 def _every_source(folder: Path) -> None:
-    for write in (_photos, _mnist, _iris):
+    for write in (_photos, _iris):
         write(folder)
-    np.savez(folder / "arrays.npz", x=np.zeros((8, 4), np.float32), y=np.arange(8))
     for number in range(13):
         write_tar(folder / "shards" / f"train-{number:03}.tar", {f"{number}.cls": b"1", f"{number}.txt": b"a"})
     (folder / "records").symlink_to(SUPPORT / "tfrecord")
-    (folder / "saved").symlink_to(SUPPORT / "hf" / "saved")
     (folder / "table.parquet").symlink_to(ROOT / "datasets" / "digits" / "eval" / "part-00000.parquet")
 
 
