@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_198,
     "ray_app/*.py": 2_483,
-    "tests": 79_420,
+    "tests": 79_416,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -183,11 +183,7 @@ def test_a_loss_of_the_wrong_shape_is_refused(worker_pool: WorkerPool, data: Pat
     job = make_job(tmp_path / "run", data, task=TinyImages(loss_shape="mean"))
     for rank in worker_pool.run(size, run_steps, job, size, 1):
         assert isinstance(rank.error, ConfigError)
-        assert str(rank.error) == (
-            "TinyImages.loss returned shape () for 3 rows; it must return one value per row, shape (rows,). Use"
-            " reduction='none' in the"
-            " loss function."
-        )
+        assert str(rank.error).startswith("TinyImages.loss returned shape () for 3 rows; it must return one value per")
         assert rank.before == rank.after
 
 
