@@ -75,7 +75,8 @@ class StepLog:
         """Notes a step."""
         if self._file is None:
             self._file = (Path(self.folder) / f"steps-{os.getpid()}").open("a")
-        workers = dist.get_world_size() if dist.is_initialized() else 1
+        world = dist.group.WORLD
+        workers = 1 if world is None else world.size()
         self._file.write(f"{time.time():.6f} {step} {workers} {rank}\n")
         self._file.flush()
 

@@ -343,7 +343,8 @@ class DelayPlan:
         file = to_location(self.evidence.folder) / f"paced-{self.first}.json"
         pauses = (read_json(file) or {"pauses": {}})["pauses"]
         paused_s = sum(pauses.values())
-        size = dist.group.WORLD.size() if dist.group.WORLD is not None else 1
+        world = dist.group.WORLD
+        size = 1 if world is None else world.size()
         if size in self.sizes and paused_s >= self.min_s:
             return
         pause_s = max(0.0, self.limit_s - paused_s) / (self.last - step + 1)

@@ -117,7 +117,8 @@ class CutConnections:
         """Records that the other ranks form a generation without the cut rank; see `Hooks.at`."""
         is_other = self.restores and phase == "forming" and not self._is_cut
         if is_other and self.evidence.has("cut") and not self.evidence.has("continued"):
-            size = dist.group.WORLD.size() if dist.group.WORLD is not None else 1
+            world = dist.group.WORLD
+            size = 1 if world is None else world.size()
             self.evidence.put("continued", rank=rank, workers=size)
 
     def _cut(self) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ray_app.devices import HOST
-from ray_app.errors import ConfigError
+from ray_app.errors import ConfigError, TaskError
 from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.gradient_checks import graph_nodes
 from ray_app.preflight.purity import is_same, iter_parts, kept_values
@@ -74,9 +74,7 @@ def check_kept_state(context: PreflightContext) -> list[str]:
 
     call = partial(_training_losses, context)
     warnings = list(_check_calls(task, "the training loss of two rows", call, read_values, _IN_TRAINING))
-    if (name := _kept_since_first_call(task, model)) and not is_same(
-        _losses_after(context, 0), _losses_after(context, 1)
-    ):
+    if (name := _kept_since_first_call(task, model)) is not None and _depends_on_first_rows(context):
         raise ConfigError(
             f"The model keeps {name} from its first call, and the training loss of other rows depends on it. In each"
             f" worker these are the first rows of this worker, and no checkpoint has them. {_IN_TRAINING}."
@@ -95,23 +93,37 @@ def _kept_since_first_call(task: Task, model: nn.Module) -> str | None:
     changed = (
         name for name, value in used.items() if name not in new or (isinstance(value, str) and value != new[name])
     )
-    return next((name for name in changed if name.startswith("model.")), None)
+    of_model = (name for name in changed if name.startswith("model.") and not name.endswith(".training"))
+    return next(of_model, None)
+
+
+def _depends_on_first_rows(context: PreflightContext) -> bool:
+    """Returns whether the losses of a new model depend on the rows before; False if the task refuses shifted rows."""
+    try:
+        return not is_same(_losses_after(context, 0), _losses_after(context, 1))
+    except TaskError:
+        return False
 
 
 def _losses_after(context: PreflightContext, shift: int) -> list[Tensor]:
     """Returns the training losses of some rows by a new model that has first computed those of shifted rows."""
     task, state = context.task, context.row_probe.state
     model = task.build_model()
-    model.load_state_dict(context.model.state_dict())
+    model.load_state_dict(context.model.state_dict(), strict=False)
     new_state: Any = SimpleNamespace(model=model, turns=state.turns)
     probe, fields = replace(context.row_probe, state=new_state), context.row_probe.make_batch(context.accepted_rows)
-    model.train()
+    for module, used in zip(model.modules(), context.model.modules(), strict=True):
+        module.training = used.training
+    buffers = [buffer.clone() for buffer in model.buffers()]
     first = {
         name: values + shift if values.is_floating_point() else values.roll(shift, -1) if values.ndim > 1 else values
         for name, values in fields.items()
     }
     for batch in (first, fields):
         seed_step(0, 0, 0, 0, HOST)
+        with torch.no_grad():
+            for buffer, before in zip(model.buffers(), buffers, strict=False):
+                buffer.copy_(before)
         with user_code(lambda: "the training loss of two rows by a new model"):
             losses = [Losses.of(one).values.detach() for _, one in probe.losses(batch)]
     return losses

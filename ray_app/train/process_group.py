@@ -363,10 +363,12 @@ def init_default_group(name: str, device: torch.device, store: Any, rank: int, s
 
 def destroy_default_group() -> None:
     """Destroys torch's default process group, if there is one."""
-    if dist.group.WORLD is not None:
-        dist.destroy_process_group()
-    for name in _QUESTIONS:
-        setattr(dist, name, getattr(dist.distributed_c10d, name))
+    try:
+        if dist.group.WORLD is not None:
+            dist.destroy_process_group()
+    finally:
+        for name in _QUESTIONS:
+            setattr(dist, name, getattr(dist.distributed_c10d, name))
 
 
 def _hide_default_group() -> None:

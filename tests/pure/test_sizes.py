@@ -18,7 +18,7 @@ CEILINGS = {
     "ray_app/cluster": 4_952,
     "ray_app/config": 1_858,
     "ray_app/data": 4_594,
-    "ray_app/drill": 3_037,
+    "ray_app/drill": 3_039,
     "ray_app/driver": 3_177,
     "ray_app/evaluate": 663,
     "ray_app/ingest": 9_317,
@@ -26,7 +26,7 @@ CEILINGS = {
     "ray_app/models": 2_334,
     "ray_app/plan": 1_007,
     "ray_app/predict": 613,
-    "ray_app/preflight": 5_172,
+    "ray_app/preflight": 5_184,
     "ray_app/reduction": 2_431,
     "ray_app/report": 1_687,
     "ray_app/retrain": 2_073,
@@ -35,11 +35,11 @@ CEILINGS = {
     "ray_app/submit": 744,
     "ray_app/task": 11_352,
     "ray_app/track": 1_019,
-    "ray_app/train": 10_399,
+    "ray_app/train": 10_400,
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_198,
     "ray_app/*.py": 2_483,
-    "tests": 79_416,
+    "tests": 79_431,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -79,9 +79,9 @@ class Odd:
             self.center = self.center * 0.9 + value.detach().mean()
         if self.how == "cache":
             self.cache["ones"] = torch.ones(1)
-        if self.how == "first rows":
+        if "first rows" in self.how:
             self.first = value.detach().mean() if self.first is None else self.first
-            return value - self.first
+            return value - self.first if self.how == "first rows" else refuse_large(value)
         if self.how == "parameter":
             return value + self.outside(torch.ones(1))
         draws = {
@@ -91,6 +91,12 @@ class Odd:
             "global numpy": SHARED.random,
         }
         return value + draws[self.how]() if self.how in draws else value
+
+
+def refuse_large(value: Tensor) -> Tensor:
+    if value.abs().max() > 10:
+        raise ValueError("the value is out of range")
+    return value
 
 
 class OddLoss(Odd):

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.optim import Optimizer
 
 from ray_app.checkpoint.format import StoredTensor, params_digest
@@ -154,9 +154,8 @@ def load_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 def parameter_layout(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """Returns name, type and shape of the parameters in their order, such as `("layer.weight", "float32 (2, 5)")`."""
-    return tuple(
-        (name, f"{str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}") for name, p in model.named_parameters()
-    )
+    shapes = ((name, p, None if is_lazy(p) else tuple(p.shape)) for name, p in model.named_parameters())
+    return tuple((name, f"{str(p.dtype).removeprefix('torch.')} {shape}") for name, p, shape in shapes)
 
 
 def check_parameter_layout(model: nn.Module, layout: Sequence[tuple[str, str]]) -> None:

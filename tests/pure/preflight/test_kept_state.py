@@ -99,6 +99,15 @@ def test_a_model_that_keeps_something_of_its_first_rows_is_refused(where: str) -
         check_kept_state(context)
 
 
+def test_a_model_that_refuses_shifted_rows_is_accepted() -> None:
+    context = context_of(task_of("model", "range of first rows"))
+    with torch.no_grad():
+        context.model.layer.weight.fill_(2.4)
+        context.model.layer.bias.zero_()
+    context.accepted_rows = {"x": np.ones((2, 4), np.float32), "y": np.zeros(2, np.float32)}
+    assert check_kept_state(context) == []
+
+
 @pytest.mark.parametrize("how", [*CHANGING, "cache"])
 def test_transforms_that_keep_something_are_refused(how: str) -> None:
     task = ModuleTask(odd("OddModel", ""), ["x"], "y", MEAN_SQUARES, transforms=[odd("OddTransform", how)])
