@@ -6,8 +6,9 @@ import codecs
 import io
 import json
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -40,6 +41,8 @@ _SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _LIST_SUFFIXES = (".json", ".json.gz")
 """Suffixes of files that may hold one list of objects instead of lines."""
 _SAMPLED_LINES = 200
+_PARSED_AHEAD = 2
+"""Blocks that threads parse while the one before is used."""
 _MAX_CELLS = 100_000_000
 """Maximum values of a block of lines as a table, with those that are missing."""
 MAX_DEPTH = 32
@@ -121,11 +124,9 @@ def learn_json(options: IngestOptions, blocks: Blocks, files: list[File]) -> Jso
     """Returns the facts of the lines of some files."""
     label, ragged = options.label, options.ragged or []
     keep, facts = _kept_keys(options), JsonFacts()
-    for block in blocks(files):
+    for block, (table, _) in _parse_ahead(blocks(files), None, keep):
         facts.rows += len(block.lines)
         sources.ROWS_READ.add(len(block.lines))
-        _check_number_of_keys(block, keep)
-        table, _ = _parse_block(block, None, keep)
         schema = pa.schema([pa.field(f.name, _as_text(f.type)) for f in table.schema])
         try:
             facts.schema = pa.unify_schemas([facts.schema, schema], promote_options="permissive")
@@ -138,9 +139,26 @@ def learn_json(options: IngestOptions, blocks: Blocks, files: list[File]) -> Jso
         if label in table.column_names and is_label_text(schema.field(label).type):
             # Parsed again as text, so that each label is as it was written and not a time.
             if table.schema.field(label).type != schema.field(label).type:
-                table, _ = _parse_block(block, pa.schema([schema.field(label)]), None)
-            facts.labels |= label_texts(table[label])
+                facts.labels |= label_texts(_parse_block(block, pa.schema([schema.field(label)]), None)[0][label])
+            else:
+                facts.labels |= label_texts(table[label])
     return facts
+
+
+def _parse_ahead(
+    blocks: Iterator[JsonBlock], schema: pa.Schema | None, keep: set[str] | None
+) -> Iterator[tuple[JsonBlock, Parsed]]:
+    """Yields each block with the result of `_parse_block`, while threads parse the next ones."""
+    with ThreadPoolExecutor(_PARSED_AHEAD, "ingest-parse") as pool:
+        waiting = deque[tuple[JsonBlock, Future[Parsed]]]()
+        for block in blocks:
+            if schema is None:
+                _check_number_of_keys(block, keep)
+            waiting.append((block, pool.submit(_parse_block, block, schema, keep)))
+            if len(waiting) > _PARSED_AHEAD:
+                done, parsed = waiting.popleft()
+                yield done, parsed.result()
+        yield from ((done, parsed.result()) for done, parsed in waiting)
 
 
 def _kept_keys(options: IngestOptions) -> set[str] | None:
@@ -185,14 +203,16 @@ def _as_text(kind: pa.DataType) -> pa.DataType:
 
 
 def _tables(form: Form, blocks: Blocks, files: list[File], refuse: sources.Refuse) -> Iterator[pa.Table]:
-    for block in blocks(files):
-        table, good = parse_json(block, form.schema, refuse)
+    for block, parsed in _parse_ahead(blocks(files), form.schema, None):
+        table, good = parse_json(block, form.schema, refuse, parsed)
         yield from form.convert(block.file, table, [block.ids[index] for index in good], refuse)
 
 
-def parse_json(block: JsonBlock, schema: pa.Schema, refuse: sources.Refuse) -> tuple[pa.Table, list[int]]:
+def parse_json(
+    block: JsonBlock, schema: pa.Schema, refuse: sources.Refuse, parsed: Parsed | None = None
+) -> tuple[pa.Table, list[int]]:
     """Returns the lines that fit a schema as a table, and their indices; refuses the others."""
-    table, bad = _parse_block(block, schema, None)
+    table, bad = parsed or _parse_block(block, schema, None)
     for index, reason in bad:
         refuse(block.ids[index], reason)
     wrong = {index for index, _ in bad}
@@ -246,6 +266,8 @@ class JsonBlock:
 
 Blocks = Callable[[list[File]], Iterator[JsonBlock]]
 """Yields the rows of files."""
+Parsed = tuple[pa.Table, list[tuple[int, str]]]
+"""The rows of a block as a table, and the index and fault of each row that is not in it."""
 
 
 def _blocks(is_flattened: bool, files: list[File]) -> Iterator[JsonBlock]:
@@ -329,9 +351,7 @@ def _name_other_json(first: bytes) -> str | None:
     return "one list" if value and isinstance(value[0], dict) else None
 
 
-def _parse_block(
-    block: JsonBlock, schema: pa.Schema | None, keep: set[str] | None
-) -> tuple[pa.Table, list[tuple[int, str]]]:
+def _parse_block(block: JsonBlock, schema: pa.Schema | None, keep: set[str] | None) -> Parsed:
     """Returns the lines as a table, and the index and fault of each line that is not in it.
 
     Without a schema the types are inferred, only lines without a JSON object are at fault, and `keep` has the keys.
