@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import psutil
@@ -367,8 +369,7 @@ def destroy_default_group() -> None:
         if dist.group.WORLD is not None:
             dist.destroy_process_group()
     finally:
-        for name in _QUESTIONS:
-            setattr(dist, name, getattr(dist.distributed_c10d, name))
+        _replace_questions({answer: getattr(dist.distributed_c10d, name) for name, answer in _QUESTIONS.items()})
 
 
 def _hide_default_group() -> None:
@@ -377,8 +378,15 @@ def _hide_default_group() -> None:
     Code of users, written for DDP, gathers rows of all ranks or divides by their number if there is a group; its
     results would depend on the number of workers. torch and this application ask the module below.
     """
-    for name, answer in _QUESTIONS.items():
-        setattr(dist, name, answer)
+    _replace_questions({getattr(dist.distributed_c10d, name): answer for name, answer in _QUESTIONS.items()})
+
+
+def _replace_questions(replacements: dict[Callable[..., int], Callable[..., int]]) -> None:
+    """Replaces functions in `torch.distributed`, and in modules but torch's that have imported them by their names."""
+    for key, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (module is dist or key.partition(".")[0] != "torch"):
+            names = vars(module)
+            names |= {name: replacements[names[name]] for name in _QUESTIONS if names.get(name) in replacements}
 
 
 def _ask_of_group(name: str, group: Any = None) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_world_size
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -205,7 +206,7 @@ class Chosen(nn.Module):
 
 def _ask_for_ranks() -> int:
     try:
-        return dist.get_world_size()
+        return get_world_size()
     except (RuntimeError, ValueError):
         return 1
 
