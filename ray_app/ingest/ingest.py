@@ -308,7 +308,7 @@ def _preview_part(
     part: sources.Part, sides: Sequence[str], tasks: Sequence[InputSplitTask], options: IngestOptions, max_rows: int
 ) -> dict[str, dict[str, Any]]:
     """Returns the facts of the first rows of each side of a part, which may have no input split."""
-    refusals, texts = Refusals(options), TextColumns(options.decimal)
+    refusals, texts = Refusals(options), TextColumns(options.decimal or ".")
     statistics = {side: ColumnStatistics() for side in sides}
     columns: dict[str, dict[str, dict[str, Any]]] = {side: {} for side in sides}
     labels: dict[str, Counter[int]] = {side: Counter() for side in sides}
@@ -333,7 +333,7 @@ def _preview_part(
             "refused": len(refusals.rows) if side == sides[0] else 0,
             "notes": [
                 *part.notes,
-                *make_notes([texts.counts], _decimal_mark(options)),
+                *make_notes([texts.counts], options.decimal),
                 *make_id_notes(describe_ids(tasks[0].ids, options) if tasks else {}),
             ],
             "is_sample": True,
@@ -459,7 +459,7 @@ def _write_all(
     descriptions = {}
     for side, part in part_of.items():
         before = described[side] if described else None
-        notes = [*make_notes(written.text_columns[part.name], _decimal_mark(options)), *make_id_notes(ids)]
+        notes = [*make_notes(written.text_columns[part.name], options.decimal), *make_id_notes(ids)]
         notes += make_leak_notes(side, leaks.get(side))
         if before is not None:
             stale = {*make_leak_notes(side, before.get("leaks")), *make_id_notes(ids)}
@@ -486,11 +486,6 @@ def _write_all(
             put_json(target / TOKENIZER_FILE, Texts(options).encoder.stored)
         descriptions[side] = description
     return descriptions
-
-
-def _decimal_mark(options: IngestOptions) -> str | None:
-    """Returns the decimal mark of a source that has an option for it, otherwise None."""
-    return options.decimal if "decimal" in READERS[options.source].traits.options else None
 
 
 def _index_columns(part: sources.Part, options: IngestOptions, columns: Collection[str]) -> list[str]:

@@ -103,7 +103,8 @@ class IngestOptions:
         column_names: For csv: names of the columns of files without a header line. A first line with exactly these
             names is a header line.
         encoding: For csv: utf-8, latin-1, cp1252 or utf-16.
-        decimal: For csv: the decimal mark of numbers, a point or a comma.
+        decimal: For csv: the decimal mark of numbers, a point or a comma. Default: a point, or the comma of all such
+            numbers in the first rows where another character separates the values.
         null: For csv: one or several further spellings of a missing value, such as ?; they also apply to columns of
             text.
         ids: Columns with ids of users, products and so on, as text or integers, by their names before rename. Each
@@ -174,7 +175,7 @@ class IngestOptions:
     delimiter: str | None = None
     column_names: list[str] | None = None
     encoding: Literal["utf-8", "latin-1", "cp1252", "utf-16"] = "utf-8"
-    decimal: Literal[".", ","] = "."
+    decimal: Literal[".", ","] | None = None
     null: str | list[str] | None = None
     ids: list[str] | None = None
     ids_of: str | None = None

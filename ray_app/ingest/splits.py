@@ -203,7 +203,7 @@ def write_input_split(task: InputSplitTask) -> Record:
         sources.ROWS_READ.add(0, stored=done["rows"])
         return done
     options, refusals = task.options, Refusals(task.options)
-    text_columns = TextColumns(options.decimal)
+    text_columns = TextColumns(options.decimal or ".")
     divider = Divider(task)
     with make_scratch(task.folder) as scratch:
         sinks = {side: _open_sink(task, side, Path(scratch) / f"side-{side}") for side in task.sides}

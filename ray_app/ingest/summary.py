@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -425,7 +424,7 @@ def make_notes(split_counts: list[dict[str, Counts]], decimal: str | None = None
 
     Args:
         split_counts: The counts of each input split.
-        decimal: The decimal mark of numbers, for a source that has an option for it.
+        decimal: The decimal mark of numbers, if the options of the source name one.
     """
     notes = []
     for name in dict.fromkeys(name for counts in split_counts for name in counts):
@@ -463,9 +462,7 @@ def _note(name: str, total: dict[str, int], first: dict[str, list[str]], decimal
     if total["written"] and not is_truth:
         row_id, value = first["written"]
         remedy = "Write them with digits and a decimal point only, as in 1234.5."
-        if decimal == "." and re.match(number_pattern(","), value):
-            remedy = f"{remedy[:-1]}, or set --decimal , to read them as they are."
-        elif decimal == ",":
+        if decimal == ",":
             remedy = "Correct them; numbers have the decimal mark ',' (--decimal)."
         return (
             f"column {name!r} is text: {total['written']} of its {values} values are numbers in another notation, the"

@@ -35,6 +35,7 @@ from ray_app.ingest.readers.csv_layout import (
     check_same_header,
     count_preface_lines,
     find_open_quote,
+    recognize_decimal,
     recognize_delimiter,
     recognize_quote,
 )
@@ -92,9 +93,9 @@ class Csv(sources.SourceReader):
         if not layout.column_names:
             layout = replace(layout, preface_lines=count_preface_lines(first, layout))
         layout = replace(layout, quote=recognize_quote(first, layout))
-        if self.options.delimiter:
-            return layout
-        return replace(layout, delimiter=recognize_delimiter(first, layout))
+        if not self.options.delimiter:
+            layout = replace(layout, delimiter=recognize_delimiter(first, layout))
+        return layout if self.options.decimal else replace(layout, decimal=recognize_decimal(first, layout))
 
     def _choose_types(self, names: list[str], facts: list[_CsvFacts]) -> tuple[dict[str, pa.DataType], list[str]]:
         """Returns the type of each column, and notes for the user on columns that are text for a reason."""
@@ -117,6 +118,8 @@ class Csv(sources.SourceReader):
                 f"{DELIMITERS[self._format.delimiter]} was recognized as the delimiter of {path}. Set the option"
                 " delimiter to use another one."
             )
+        if self._format.decimal == "," and not self.options.decimal:
+            notes.append(f"a decimal comma was recognized in {path}. Set the option decimal to . if it is none.")
         if self._format.quote != '"':
             notes.append(f"{self._format.quote} was recognized as the quote of values in {path}.")
         if lines := self._format.preface_lines:

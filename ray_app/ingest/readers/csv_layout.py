@@ -26,6 +26,7 @@ DELIMITERS = {",": "a comma", ";": "a semicolon", "\t": "a tab", "|": "a vertica
 """Delimiters that are recognized without the option `delimiter`, and their names for messages."""
 _NUMBER = re.compile(r"\s*[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?\s*")
 """A number with a decimal point or a decimal comma."""
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 _HEAD_BYTES, _HEAD_ROWS = 1 << 20, 20
 """Maximum bytes and rows at the beginning of a file from which its layout is recognized."""
 _MAX_VALUE_CHARS = 1 << 30
@@ -64,7 +65,7 @@ class CsvFormat:
             '"',
             tuple(options.column_names) if options.column_names else None,
             options.encoding,
-            options.decimal,
+            options.decimal or ".",
             tuple([options.null] if isinstance(options.null, str) else options.null or ()),
         )
 
@@ -158,6 +159,18 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
     # A delimiter that gives all rows the same number of values comes before one that does not.
     candidates = even or {delimiter: width[0] for delimiter, width in widths.items()}
     return max(candidates, key=candidates.__getitem__)
+
+
+def recognize_decimal(file: File, layout: CsvFormat) -> str:
+    """Returns the decimal mark of a file.
+
+    It is a comma if numbers of the first rows have one, and none has a point. 1,234 may be a thousand.
+    """
+    rows = parse_first_rows(layout.read_head(file), layout.delimiter, layout.quote)
+    values = [value.strip() for row in rows for value in row]
+    numbers = [value for value in values if _NUMBER.fullmatch(value) and ("," in value or "." in value)]
+    is_point = any("." in value for value in numbers) or all(map(_THOUSANDS.fullmatch, numbers))
+    return "." if is_point else ","
 
 
 def recognize_quote(file: File, layout: CsvFormat) -> str:
