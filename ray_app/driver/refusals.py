@@ -251,7 +251,7 @@ def _explain_missing_part(class_path: str, before: str, part: str, names: list[s
     """Returns the message about a missing part of an import path, with the `names` that exist in its place."""
     if not before and part in EXTRAS:
         return f"class_path is {class_path!r}, but {part} is {explain_extra(part)}."
-    missing = f"Python finds no module {part!r} (in the current folder or PYTHONPATH)"
+    missing = f"there is no module {part!r} where Python looks (in the current folder or PYTHONPATH)"
     problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
     if nearest := _nearest(part, names):
         return f"{problem}. Did you mean {'.'.join(filter(None, [before, nearest, *after]))}?"

@@ -37,7 +37,7 @@ from tests.support.train_command import CommandResult, image_arguments, write_im
         (["--task.init_args.label=image"], "Column 'image' .* the label needs integer"),
         (["--task.init_args.num_classes=5"], "labels from 0 to 9; 5 classes allow 0 to 4"),
         (["--task.init_args.model=resnet999"], "resnet999'?; it must be one of .*resnet18"),
-        (["--task.class_path=nowhere.Missing"], "'nowhere.Missing', but Python finds no module 'nowhere'"),
+        (["--task.class_path=nowhere.Missing"], "'nowhere.Missing', but there is no module 'nowhere'"),
         (["--task.class_path=ray_app.task.imag.Image"], "ray_app.task has no 'imag'. Did you mean"),
         (["--task.class_path=Image"], "task.class_path is 'Image', which is not an import path of a class. Give"),
         (["--optimizer.class_path=torch.optim.Adamm"], "optimizer.class_path .* has no 'Adamm'. Did you mean"),

@@ -64,7 +64,7 @@ IN = "task.init_args."
             f"{IN}model.config.class_path is 'transformers.BertConfg', but transformers has no 'BertConfg'. Did you"
             f" mean",
         ),
-        (module(model={"class_path": "torchvison.models.resnet18"}), {}, "but Python finds no module 'torchvison'"),
+        (module(model={"class_path": "torchvison.models.resnet18"}), {}, "but there is no module 'torchvison'"),
         (module(model="torchvision.models.resnet18"), {}, "got model = torchvision.models.resnet18; it must be"),
         (
             module(loss={"class": "torch.nn.CrossEntropyLoss"}),
@@ -81,7 +81,7 @@ IN = "task.init_args."
         (module(std=[0.0]), {}, f"{IN}std is [0.0]; images are divided by them, so each must be above 0."),
         (module(inputs=["x.mask"]), {}, f"{IN}inputs names x.mask, which marks the padding of lists"),
         (loop(train=SCRIPTS + "trian"), {}, f"{IN}train is '{SCRIPTS}trian', but tests.support.loop_scripts has no"),
-        (loop(train="scripd.train"), {}, f"{IN}train is 'scripd.train', but Python finds no module 'scripd'"),
+        (loop(train="scripd.train"), {}, f"{IN}train is 'scripd.train', but there is no module 'scripd'"),
         (loop(evaluate=SCRIPTS + "loss_and_acuracy"), {}, f"has no 'loss_and_acuracy'. Did you mean {SCRIPTS}"),
         (module(), turns(parameters="critic.*"), "optimizers.one.parameters is 'critic.*'; it must be a list of"),
         (module(), turns(steps="two"), "optimizers.one.steps is 'two'; it must be a number of steps, at least 1."),
