@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
     from tests.support.s3_server import S3Server
 
 
-LONGEST_FIRST = ("ray", "own_cluster", "processes", "pure")
+DURATIONS = TESTS / "durations.json"
+"""Seconds of each file of tests, or of the tests in one process, with `make test`; `--store-durations` writes it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run part K of N of the tests, divided by their names")
+    parser.addoption("--store-durations", action="store_true", help="write the seconds of each file of tests")
 
 
 def pytest_configure() -> None:
@@ -62,7 +66,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts + 1 != number]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
-    items.sort(key=lambda item: LONGEST_FIRST.index(_folder(item)))
+    # What takes longest begins first.
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(_scope(item.nodeid), 0))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Writes the seconds of each file with `--store-durations`."""
+    if config.getoption("--store-durations"):
+        seconds = Counter[str]()
+        for report in (report for reports in terminalreporter.stats.values() for report in reports):
+            if isinstance(report, pytest.TestReport):
+                seconds[_scope(report.nodeid)] += report.duration
+        rounded = {scope: round(value, 1) for scope, value in seconds.most_common()}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def pytest_collection_finish() -> None:
@@ -79,11 +96,15 @@ class ByCluster(LoadScopeScheduling):
     """Runs tests that share the cluster in one process, those with Keras too, and those of each other file."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        # Each process takes seconds to import Keras.
-        if "keras" in file:
-            return "keras"
-        return "tests/ray" if file.startswith("tests/ray/") else file
+        return _scope(nodeid)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.partition("::")[0]
+    # Each process takes seconds to import Keras.
+    if "keras" in file:
+        return "keras"
+    return "tests/ray" if file.startswith("tests/ray/") else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByCluster:
