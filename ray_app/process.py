@@ -267,6 +267,11 @@ def _handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], An
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
+    except RuntimeError as error:
+        # An interrupt while a condition takes its lock again lets `with` release a lock that is free.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt(*error.__context__.args) from error
+        raise
     finally:
         for number, old in before.items():
             signal.signal(number, old)

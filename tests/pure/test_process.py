@@ -72,6 +72,17 @@ def test_a_signal_of_a_scheduler_stops_once_and_its_handler_is_restored(number: 
     assert signal.getsignal(number) == before
 
 
+def test_a_second_interrupt_while_a_lock_is_taken_again_is_an_interrupt() -> None:
+    """`Condition.wait` is interrupted before it has the lock that `with` releases."""
+    lock = threading.Lock()
+    with pytest.raises(KeyboardInterrupt), stop_at_signals(threading.Event()):
+        try:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            lock.release()
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_that_is_ignored_at_the_start_stays_ignored(number: signal.Signals) -> None:
     before, interrupted = signal.signal(number, signal.SIG_IGN), threading.Event()

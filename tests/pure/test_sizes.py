@@ -33,13 +33,13 @@ CEILINGS = {
     "ray_app/runlog": 2_424,
     "ray_app/storage": 1_521,
     "ray_app/submit": 744,
-    "ray_app/task": 11_352,
+    "ray_app/task": 11_353,
     "ray_app/track": 1_019,
     "ray_app/train": 10_408,
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_198,
-    "ray_app/*.py": 2_483,
-    "tests": 79_437,
+    "ray_app/*.py": 2_488,
+    "tests": 79_471,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
