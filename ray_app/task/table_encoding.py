@@ -99,7 +99,8 @@ def encode_raw_rows(encoding: Encoding, rows: Mapping[str, Any]) -> dict[str, np
     if other := [name for name in counts if counts[name] != count]:
         raise ValueError(
             f"the columns have different numbers of rows: {next(iter(counts))!r} {count}, {other[0]!r}"
-            f" {counts[other[0]]}; each column needs one value per row"
+            f" {counts[other[0]]}; each column needs one value per row, and pass a row with an array as a list of one"
+            " dictionary"
         )
     try:
         fields = encode_rows(encoding, columns)

@@ -234,7 +234,8 @@ def train_by_tool(program: Program, plan: Plan) -> tuple[Ended, list[dict[str, f
     options: dict[str, Any] = {**dict.fromkeys(off, False), "accelerator": "cpu", "devices": 1, "log_every_n_steps": 1}
     options |= {"max_epochs": program["epochs"], "accumulate_grad_batches": parts, "gradient_clip_val": program["clip"]}
     precision: Any = "bf16-mixed" if program["precision"] == "bf16" else "32-true"
-    trainer = pl.Trainer(precision=precision, callbacks=[recorder], **options)
+    # Lightning's inference mode refuses a derivative in the forward.
+    trainer = pl.Trainer(precision=precision, callbacks=[recorder], inference_mode=False, **options)
     trainer.fit(module, batches)
     held_out = program_search.Epochs([[make_batch(program, EVAL_ROWS, 1, chunk) for chunk in chunks]])
     [values] = trainer.validate(module, held_out, verbose=False)

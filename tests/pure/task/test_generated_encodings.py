@@ -29,6 +29,7 @@ ALLOWED = {
     "has only missing values": "A column of gaps has no median; scikit-learn drops it with a warning.",
     "more than the 1 rows": "One row of class 1 cannot be trained on.",
     "is NaN or infinite": "Numbers beyond float32 are refused with the column.",
+    "has no column of numbers": "The same, with numbers as text or in lists of several lengths.",
     "names no column of numbers": "A table of words has nothing to standardize, and words seen once are no categories.",
     "pass a row with an array as a list": "As for a row with an array and a number.",
     "too large for a standard deviation": "The spread of numbers up to 1.8e308 overflows; refused with the remedy.",
