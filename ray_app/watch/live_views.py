@@ -321,6 +321,8 @@ class _Server(ThreadingHTTPServer):
     """A server with a limited number of connections, so that silent or slow clients keep out no other client."""
 
     daemon_threads = True
+    # With the default of 5, a client waits for seconds beside a burst of others.
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._connections, self._lock = list[socket.socket](), threading.Lock()
