@@ -74,13 +74,16 @@ def test_a_signal_of_a_scheduler_stops_once_and_its_handler_is_restored(number: 
 
 def test_a_second_interrupt_while_a_lock_is_taken_again_is_an_interrupt() -> None:
     """`Condition.wait` is interrupted before it has the lock that `with` releases."""
-    lock = threading.Lock()
-    with pytest.raises(KeyboardInterrupt), stop_at_signals(threading.Event()):
+
+    def work() -> None:
         try:
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
         finally:
-            lock.release()
+            threading.Lock().release()
+
+    with pytest.raises(KeyboardInterrupt), stop_at_signals(threading.Event()):
+        work()
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

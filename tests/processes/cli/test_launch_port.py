@@ -97,6 +97,7 @@ def let_one_join_among_strangers(folder: Path) -> None:
             threading.Event().wait(0.05)
 
 
+@pytest.mark.rest
 def test_a_burst_of_strangers_keeps_no_machine_out(tmp_path: Path) -> None:
     process = make_context().Process(target=let_one_join_among_strangers, args=(tmp_path,), daemon=True)
     process.start()

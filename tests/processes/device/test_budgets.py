@@ -12,6 +12,7 @@ from ray_app.train.job import Hooks, Job
 from tests.device.budgets import FORMINGS, LOCKED, NO_CHECKPOINTS, STEPS, CountSteps
 from tests.device.strategies import Fields, strategy_job
 from tests.device.training import check_races, train_on_devices
+from tests.support.quick_cases import only_quick
 from tests.support.shifting_world import KillOnce
 
 
@@ -35,7 +36,7 @@ def exceeded(counts: dict[str, int], budget: Mapping[str, int]) -> dict[str, int
     }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", only_quick(STEPS, "exact", "overlapped"))
 def test_a_step_stays_within_its_budget(device_pool: WorkerPool, data: Path, tmp_path: Path, name: str) -> None:
     budget = STEPS[name]
     counts = CountSteps(tmp_path / "counts")

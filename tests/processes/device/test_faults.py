@@ -159,6 +159,7 @@ class NoteLockedMemory:
             (self.folder / str(rank)).write_text(str(SIM.registered_bytes()))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("hosts", "locking"), [((), [0, 1]), (("a", "a", "b", "b"), [0, 2])], ids=["one host", "two hosts"]
 )
@@ -175,6 +176,7 @@ def test_only_ranks_that_may_write_a_checkpoint_lock_memory(
     assert [rank for rank in range(4) if locked[rank]] == locking
 
 
+@pytest.mark.rest
 def test_a_new_rank_0_commits_the_copy_of_a_rank_on_another_host(tmp_path: Path, data: Path) -> None:
     kill = KillBeforeCommit(tmp_path, 4, ())
     fields = {"checkpoint__every_epochs": None, "checkpoint__every_steps": 4, "checkpoint__keep_last": 9}

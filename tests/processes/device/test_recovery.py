@@ -16,6 +16,7 @@ from tests.support.device_group import DeviceGroup
 from tests.support.rendezvous_thread import FailOnce, check_survivors, start_rendezvous, train_at_rendezvous
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("replica", [False, True])
 def test_survivors_of_fsdp_form_again_at_once_after_an_error_of_one_worker(
     device_pool: WorkerPool, data: Path, tmp_path: Path, replica: bool

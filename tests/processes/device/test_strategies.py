@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,16 +25,10 @@ OTHERS: dict[str, Fields] = {
     "fsdp, bf16": OVERLAPPED | FSDP | BF16,
 }
 """Settings with which the order of additions depends on the number of devices."""
-QUICK = ("ddp", "fsdp, offload", "central_storage")
-
-
-def rest_but(names: tuple[str, ...], cases: dict[str, Fields]) -> list[Any]:
-    """Returns the names of cases as parameters, all but `names` with the mark `rest`."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.rest) for name in cases]
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", rest_but(QUICK, BIT_IDENTICAL))
+@pytest.mark.parametrize("name", BIT_IDENTICAL)
 def test_a_strategy_is_bit_identical_on_any_number_of_devices(
     device_pool: WorkerPool, data: Path, tmp_path: Path, name: str
 ) -> None:

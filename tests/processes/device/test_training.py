@@ -67,6 +67,7 @@ def test_dropout_and_streamed_rows_do_not_depend_on_the_number_of_devices(
 WORKERS_AND_WINDOWS = [(1, cache_windows), (2, stream_windows), (4, stream_windows)]
 
 
+@pytest.mark.rest
 def test_a_killed_worker_and_a_resume_leave_the_digest(device_pool: WorkerPool, digits: Path, tmp_path: Path) -> None:
     """The killed worker is rank 0 of three; the run then stops after its first checkpoint, and goes on with two."""
     job = digits_job(tmp_path / "run", digits, dropout=0.3)

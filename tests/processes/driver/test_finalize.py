@@ -123,6 +123,7 @@ def assert_next_start(paths: RunPaths) -> None:
     assert [(c.step, c.fence) for c in store.commits()] == [(20, 1), (30, 3)]
 
 
+@pytest.mark.rest
 def test_an_orphan_at_its_last_step_is_closed_as_finished(config: Config, paths: RunPaths) -> None:
     make_orphan(config, last=30)
     assert close_orphan(str(paths.root))

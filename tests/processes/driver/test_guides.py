@@ -106,6 +106,7 @@ def train_on_one_device(fit_model: Fit, scope: Callable[[], AbstractContextManag
     return history, model, model.evaluate(inputs, targets, verbose=0)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("program", "strategy"),
     [

@@ -108,6 +108,7 @@ def test_a_generated_program_gives_what_keras_gives(choices: Program) -> None:
     assert not programs.difference(SIMPLEST | choices)
 
 
+@pytest.mark.rest
 def test_a_generated_program_has_the_same_bits_on_two_workers(worker_pool: WorkerPool) -> None:
     for choices in [*CHOICES[1:3], CHOICES[-1]]:
         assert not worker_difference(worker_pool, SIMPLEST | choices)

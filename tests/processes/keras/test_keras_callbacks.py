@@ -187,6 +187,7 @@ def test_batches_get_the_values_of_metrics_that_are_no_means(tmp_path: Path) -> 
         assert sorted(ours.values()) == pytest.approx(sorted(theirs.values()), 1e-3)
 
 
+@pytest.mark.rest
 def test_an_interrupted_run_goes_on_with_the_callbacks_as_they_were(tmp_path: Path) -> None:
     """Also their state, which a new process has not, decides when the rate falls and when training stops."""
     x, y = rows()
@@ -203,6 +204,7 @@ def test_an_interrupted_run_goes_on_with_the_callbacks_as_they_were(tmp_path: Pa
     assert continued.result.status == whole.result.status == "stopped_early"
 
 
+@pytest.mark.rest
 def test_a_resume_from_an_older_checkpoint_repeats_the_decisions_and_asks_no_callback(tmp_path: Path) -> None:
     x, y = rows()
     options: dict[str, Any] = {"batch_size": 20, "name": "run", "fields": {"checkpoint.keep_last": 10}}
@@ -354,6 +356,7 @@ def test_a_configuration_names_callbacks_that_run_alike(tmp_path: Path) -> None:
     assert [record.lr for record in result.metrics()][::3] == pytest.approx(history.history["learning_rate"])
 
 
+@pytest.mark.rest
 def test_another_fit_with_a_backup_continues_what_was_interrupted(tmp_path: Path) -> None:
     x, y = rows()
     whole = fit_here(tmp_path / "whole", get_model(), x, y, batch_size=20, epochs=3)

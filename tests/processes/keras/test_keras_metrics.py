@@ -12,6 +12,7 @@ import pytest
 from ray_app.errors import ConfigError
 from ray_app.keras import History, evaluate, fit
 from ray_app.task.keras.library import import_keras, program_session
+from tests.support.quick_cases import only_quick
 
 keras = import_keras()
 layers, metrics = keras.layers, keras.metrics
@@ -198,9 +199,7 @@ def fit_both(folder: Path, function: Callable[[], Any], x: Any, y: Any, **option
     return history, theirs
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.rest) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", only_quick(PROGRAMS, *QUICK))
 def test_metrics_over_the_training_rows_are_those_of_keras(tmp_path: Path, name: str) -> None:
     """On two logical workers each has half of the rows, and of the weights, the mask and the states."""
     function, x, y, options = PROGRAMS[name]

@@ -146,6 +146,7 @@ def test_rows_are_used_as_in_keras(tmp_path: Path, name: str) -> None:
     check_equal_weights(ours, theirs)
 
 
+@pytest.mark.rest
 def test_several_logical_workers_use_the_rows_of_a_batch_of_keras(tmp_path: Path) -> None:
     weights = []
     for logical_workers in (1, 2, 4):
@@ -253,6 +254,7 @@ def test_batches_of_different_size_are_cut_anew_and_a_line_says_so(
     assert "all steps use the size of the first" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 def test_the_seed_of_keras_is_that_of_the_run(tmp_path: Path) -> None:
     """Also for a model that its first batch builds, which has the weights of plain Keras."""
 

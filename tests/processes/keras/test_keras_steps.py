@@ -14,6 +14,7 @@ import torch
 from ray_app.errors import ConfigError
 from tests.support import keras_steps
 from tests.support.keras_fits import ATOL, RTOL, check_equal_histories, fit_here, get_twice, keras
+from tests.support.quick_cases import only_quick
 
 optimizers = keras.optimizers
 ROWS = 40
@@ -48,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", only_quick(OPTIMIZERS, "Adam", "accumulation"))
 def test_a_second_fit_continues_with_the_optimizer_as_in_keras(tmp_path: Path, name: str) -> None:
     def get() -> Any:
         layers = [keras.Input((4,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2), keras.layers.Dense(1)]
@@ -92,7 +93,7 @@ def rows() -> tuple[Any, Any]:
     return np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32"), np.arange(ROWS) % 3
 
 
-@pytest.mark.parametrize("name", ["vae", "gan", "distiller", "contrastive"])
+@pytest.mark.parametrize("name", only_quick(["vae", "gan", "distiller", "contrastive"], "gan"))
 def test_a_train_step_trains_as_in_keras(tmp_path: Path, name: str) -> None:
     ours, theirs = get_twice(getattr(keras_steps, f"get_{name}"))
     x, y = rows()

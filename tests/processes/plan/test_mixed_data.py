@@ -19,7 +19,7 @@ from ray_app.testing import WorkerPool, cache_windows, stream_windows
 from tests.support.local_world import disk_cached
 
 CONFIG = """
-task: {class_path: ray_app.task.tabular.TabularClassification, init_args: {features: [height]}}
+task: {class_path: ray_app.task.tabular.TabularClassification, init_args: {features: [height], hidden: [8]}}
 run: {storage_path: FOLDER/runs, name: mixed}
 data:
   path: [{path: FOLDER/own, weight: 3}, {path: FOLDER/elsewhere/public, weight: 1}]

@@ -331,6 +331,7 @@ def test_a_copy_without_a_run_is_removed(straight: Job, data: Path, tmp_path: Pa
     assert CheckpointStore(job.paths).commits() == []
 
 
+@pytest.mark.rest
 def test_the_command_of_the_page_trains_a_branch(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def run(tmp_path: Path, store: str) -> RecordedRun:
     return RecordedRun(tmp_path / f"run-{tmp_path.name}", store)
 
 
+@pytest.mark.rest
 def test_runs_that_start_at_once_create_one_database(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'new' / 'mlflow.db'}"
     program = (

@@ -412,6 +412,7 @@ def abort_while_a_peer_is_missing(rank: int, store: Path, port: int) -> str:
     return error_text
 
 
+@pytest.mark.rest
 def test_an_abort_ends_the_wait_for_a_peer_that_is_lost_while_it_connects(
     worker_pool: WorkerPool, store: TCPStore
 ) -> None:

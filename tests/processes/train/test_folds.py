@@ -21,6 +21,7 @@ from ray_app.testing import WorkerPool, read_trained_run
 from ray_app.testing import make_job as prepare_job
 from ray_app.train.job import Job
 from tests.support.local_world import make_job, write_images
+from tests.support.quick_cases import only_quick
 
 ROWS = 103
 FIELDS = ("fold", "folds", "fold_by", "fold_by_class", "fold_by_time")
@@ -59,7 +60,7 @@ def write(table: pa.Table, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", SPLITTERS)
+@pytest.mark.parametrize("name", only_quick(SPLITTERS, "KFold"))
 def test_a_cross_validation_is_that_of_scikit_learn_bit_for_bit(
     worker_pool: WorkerPool, table: pa.Table, tmp_path: Path, name: str
 ) -> None:

@@ -93,6 +93,7 @@ def test_trials_of_another_study_are_not_trained_again(run: RunStudy) -> None:
     assert read_config(StudyPaths(third.path).runs(0, None)[0]).run.storage_path == str(third.path / "trials")
 
 
+@pytest.mark.rest
 def test_trials_with_other_evaluations_or_data_are_trained(run: RunStudy, digits: Path) -> None:
     run("first", "good", "poor")
     # The value of a trial is that of its best checkpoint.

@@ -181,6 +181,7 @@ def test_an_export_makes_no_loss_that_it_names(tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
+@pytest.mark.rest
 def test_a_relative_path_after_the_current_folder_was_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

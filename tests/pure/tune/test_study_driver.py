@@ -30,6 +30,7 @@ from ray_app.tune.space import parse_space
 from ray_app.tune.study import StudyDriver, StudyFailedError
 from ray_app.tune.trials import TrialConfigs, TrialJob
 from tests.support.paths import ROOT
+from tests.support.quick_cases import only_quick
 
 TUNE = {
     "space": {"schedule.init_args.max_lr": {"log_uniform": [1.0e-4, 1.0e-1]}},
@@ -126,7 +127,7 @@ def run(config: Config, slots: SimulatedSlots, monkeypatch: pytest.MonkeyPatch, 
     return driver.record
 
 
-@pytest.mark.parametrize("kind", ["halving", "asha", "median"])
+@pytest.mark.parametrize("kind", only_quick(["halving", "asha", "median"], "asha"))
 def test_decisions_are_equal_for_any_slots_and_after_kills(
     config: Config, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

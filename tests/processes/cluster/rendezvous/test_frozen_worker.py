@@ -96,6 +96,7 @@ def _freeze(worker: Any) -> None:
     )
 
 
+@pytest.mark.rest
 def test_a_worker_removed_while_frozen_exits_when_it_wakes(thread: _TestedThread, worker: Any) -> None:
     _freeze(worker)
     thread.now_s += SILENCE_S + 1

@@ -21,6 +21,7 @@ from ray_app.testing import KilledError, WorkerPool, cache_windows, read_trained
 from ray_app.train.job import Hooks, Job
 from tests.support.device_group import BACKEND, BACKEND_2, DeviceGroup
 from tests.support.local_world import TinyImages, make_job, write_images
+from tests.support.quick_cases import only_quick
 from tests.support.rendezvous_thread import (
     RECOVERY_S,
     FailOnce,
@@ -76,7 +77,7 @@ def small_job(folder: Path, **fields: Any) -> Job:
 
 
 @pytest.mark.parametrize("fault", ["memory", "mistake"])
-@pytest.mark.parametrize("backend", [BACKEND, BACKEND_2])
+@pytest.mark.parametrize("backend", only_quick([BACKEND, BACKEND_2], BACKEND))
 def test_survivors_form_again_at_once_after_an_error_of_one_worker(
     worker_pool: WorkerPool, rendezvous: RendezvousThread, tmp_path: Path, backend: str, fault: str
 ) -> None:

@@ -49,7 +49,13 @@ def job_of(folder: Path, function: str, has_target: bool, **fields: Any) -> Job:
 
 @pytest.mark.parametrize(
     ("function", "has_target"),
-    [("get_vae", False), ("get_gan", False), ("get_distiller", True), ("get_contrastive", True)],
+    [
+        ("get_gan", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.rest)
+            for case in (("get_vae", False), ("get_distiller", True), ("get_contrastive", True))
+        ),
+    ],
 )
 def test_a_step_is_bit_identical_on_any_workers_after_a_kill_and_a_resume(
     worker_pool: WorkerPool, tmp_path: Path, function: str, has_target: bool
@@ -58,6 +64,7 @@ def test_a_step_is_bit_identical_on_any_workers_after_a_kill_and_a_resume(
     train_and_resume(worker_pool, job, (1, 2), ends=(2, 5), resumed=1, killed=1)
 
 
+@pytest.mark.rest
 def test_a_step_that_fails_in_a_later_phase_is_repeated_from_its_start(
     worker_pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
