@@ -63,6 +63,8 @@ ALLOWED = {
     "asks the trainer for": "a step may depend only on its rows.",
     "uses batch_idx": "its value would depend on the workers.",
     "returned no loss": "every row of every step counts.",
+    "which is not part of the model": "a loss with parameters is no part of this module.",
+    "is not a mean over rows": "one of the models chooses a layer by the rows of a batch.",
     "advances after every step": "a schedule by epochs is refused with the remedy.",
 }
 
@@ -71,8 +73,14 @@ def adapt(drawn: Program) -> Program:
     """Returns a drawn program without choices that exclude each other, with the keys of `generated_programs`."""
     program = drawn | {"weights": True}
     # What a batch changes is that of a logical worker's rows, which one process without accumulation does not have.
-    program["accumulate"] &= program["body"] not in ("batch norm", "counter")
-    if program["body"] == "batch norm" or program["form"] != "module" or program["loss"] > 1:
+    program["accumulate"] &= program["body"] not in (*programs.OF_WHOLE_BATCH, "counter")
+    if program["body"] in ("complex", "odd") and program["optimizer"][0] == "Adafactor":
+        # torch refuses it.
+        program["optimizer"] = GRAMMAR["optimizer"][0]
+    if program["log"] == "called" and program["eval_log"] == "metric":
+        # A metric that a training step has called keeps its rows, which Lightning's evaluation would count, too.
+        program["eval_log"] = None
+    if program["body"] in programs.OF_WHOLE_BATCH or program["form"] != "module" or program["loss"] > 1:
         program["logical_workers"] = 1
     return complete(program)
 
