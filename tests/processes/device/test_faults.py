@@ -73,6 +73,7 @@ class LosePeer:
             raise PeerLostError("a collective failed on the device: COMM_ERROR")
 
 
+@pytest.mark.rest
 def test_a_worker_whose_device_has_failed_does_not_join_the_next_generation(
     device_pool: WorkerPool, data: Path, tmp_path: Path
 ) -> None:

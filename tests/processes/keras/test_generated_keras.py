@@ -22,6 +22,7 @@ from tests.support import generated_keras as programs
 from tests.support.generated_keras import GRAMMAR, REFUSALS, Program
 from tests.support.generated_programs import assert_none_differs
 from tests.support.program_search import one_thread  # noqa: F401
+from tests.support.quick_cases import only_quick
 
 SEARCHED = int(os.environ.get("KERAS_PROGRAMS", "2000"))
 SIMPLEST = {name: options[0] for name, options in GRAMMAR.items()} | {"seed": 0}
@@ -103,7 +104,7 @@ def draw_for_workers(seed: int) -> Program:
     return program | {"callback": "none", "batch": program["batch"] // 2 * 2 + program["batch"] % 2 * 2}
 
 
-@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("choices", only_quick(CHOICES, *CHOICES[:8]), ids=str)
 def test_a_generated_program_gives_what_keras_gives(choices: Program) -> None:
     assert not programs.difference(SIMPLEST | choices)
 

@@ -20,6 +20,7 @@ from ray_app.runlog.paths import RunPaths
 from ray_app.task.keras.library import import_keras, program_session
 from tests.support import keras_programs
 from tests.support.keras_fits import fit_here
+from tests.support.quick_cases import only_quick
 
 keras = import_keras()
 callbacks = keras.callbacks
@@ -126,7 +127,7 @@ CASES: dict[str, Callable[[Path], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", only_quick(CASES, "plateau", "best weights", "weights"))
 def test_callbacks_see_and_decide_what_they_do_in_keras(tmp_path: Path, case: str) -> None:
     x, y = rows()
     options = {"batch_size": ROWS, "epochs": 5, "validation_data": (x[:20], y[:20])}

@@ -264,6 +264,7 @@ class LargeLayer(Units):
         return model
 
 
+@pytest.mark.rest
 def test_only_rank_0_of_a_new_run_draws_initial_values(worker_pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     job = fsdp_job(tmp_path / "run", data, LargeLayer(tmp_path / "notes"))
     plain = worker_pool.train_new_run(

@@ -35,13 +35,14 @@ from ray_app.storage.files import put_json, read_json
 from ray_app.train.checkpointing.persistence import CheckpointWriter
 from tests.support.checkpoints import commit_of, snapshot_of
 from tests.support.paths import ROOT
+from tests.support.quick_cases import only_quick
 from tests.support.waiting import wait_until
 
 LOCAL_HOLDER = LeaseHolder.here()
 REMOTE_HOLDER = LeaseHolder("node-7", "another machine", LOCAL_HOLDER.pid, LOCAL_HOLDER.pid_ticks)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=only_quick(["local", "s3"], "local"))
 def paths(request: pytest.FixtureRequest, tmp_path: Path) -> RunPaths:
     return RunPaths((tmp_path if request.param == "local" else request.getfixturevalue("s3_folder")) / "run")
 

@@ -81,6 +81,7 @@ def decisions(study: Study) -> Any:
     return study.winner, study.settings, study.record.promotions, results, study.record.end
 
 
+@pytest.mark.rest
 def test_trials_of_another_study_are_not_trained_again(run: RunStudy) -> None:
     run("first", "good", "poor")
     # The first trial was not promoted there, and is promoted here.

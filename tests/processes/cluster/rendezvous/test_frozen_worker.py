@@ -108,6 +108,7 @@ def test_a_worker_removed_while_frozen_exits_when_it_wakes(thread: _TestedThread
     assert worker.exitcode == 1, "the removed worker continues"
 
 
+@pytest.mark.rest
 def test_flags_are_pushed_at_once_between_rare_heartbeats(thread: _TestedThread, worker: Any) -> None:
     """A heartbeat is due every 1,000 s; a flag reaches the worker before, and it exits since it is told to."""
     thread.call(thread.rendezvous.set_expected, 1_000_000)
