@@ -193,7 +193,7 @@ def train_with_trainer(folder: Path) -> None:
     """Trains the language model with the `Trainer` of Hugging Face."""
     # `transformers` would take the folder `datasets` of a checkout for the library of this name.
     sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
     shape, job = SHAPES["language_model"], prepared_job("language_model", folder)
     began: list[float] = []
@@ -221,7 +221,10 @@ def train_with_trainer(folder: Path) -> None:
         disable_tqdm=True,
     )
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    Trainer(job.task.build_model(), arguments, train_dataset=data, callbacks=[Watch()]).train()
+    trainer = Trainer(job.task.build_model(), arguments, train_dataset=data, callbacks=[Watch()])
+    # Its lines would follow the result.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def print_step_ms(shape: Shape, wall: float, cpu: float) -> None:
