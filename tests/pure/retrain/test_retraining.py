@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -365,6 +366,14 @@ def test_a_challenger_that_never_predicts_a_class_is_refused_with_its_recalls(mo
     assert compare(champion, challenger, max_recall_drop=1.0)[1]
     monkeypatch.setattr("ray_app.retrain.gate._MIN_CLASS_ROWS", 121)
     assert compare(champion, challenger)[0].recalls == {}
+
+
+def test_the_bounds_of_the_falls_of_all_recalls_hold_together() -> None:
+    """By Bonferroni's correction each of the three classes has a third of the error, on one side."""
+    champion, challenger = wrong_for(LABELS, 0.1, 1), wrong_for(LABELS, 0.3, 2)
+    figures = [compare(champion, challenger, confidence=confidence)[0].recalls["dog"] for confidence in (0.8, 0.95)]
+    first, second = (recall.champion - recall.challenger - recall.least_drop for recall in figures)
+    assert second / first == pytest.approx(NormalDist().inv_cdf(1 - 0.05 / 6) / NormalDist().inv_cdf(1 - 0.2 / 6))
 
 
 @pytest.mark.parametrize(("classes", "rows_per_class", "times"), [(10, 36, 40), (100, 20, 5)])

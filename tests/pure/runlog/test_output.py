@@ -25,11 +25,12 @@ def test_printed_lines_are_copied_with_their_position(
     paths: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "a-canary-of-mine")
-    steps = iter(range(9))
+    steps, before = iter(range(9)), (sys.stdout, sys.stderr)
     with copied_output(paths, 3, "worker-a-1", lambda: f"step {next(steps)}"):
         print("shapes", (4, 8))
         print("two\nlines a-canary-of-mine")
         print("wrong", file=sys.stderr)
+    assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr().out == "shapes (4, 8)\ntwo\nlines a-canary-of-mine\n", (
         "the output still goes to its original destination"
     )

@@ -196,6 +196,7 @@ def test_secrets_in_base64_and_on_two_lines_are_redacted(user: str) -> None:
     assert encoded[4:-8] not in redact(f"<{encoded}>")
     for text in ("canary-01\n23456789", "│ x canary-01  │\n[step 3] │ 23456789 │", "canary-0\n123456\n789 y"):
         assert not re.search(r"canary|\d", redact(text).replace("step 3", ""))
+    assert redact("x canary-01\n23456789 after") == "x *** after"
 
 
 @pytest.mark.parametrize(
