@@ -107,6 +107,16 @@ def test_one_long_wait_for_data_is_reported_once_as_stalled() -> None:
     assert steps.reports[0][1].lost == pytest.approx(30.0)
 
 
+def test_a_step_in_which_all_are_slow_hides_no_stalled_one() -> None:
+    """All but one may wait for the same disk for longer than a single rank stalls later."""
+
+    def times(step: int, rank: int) -> tuple[float, float]:
+        waits_s = {5: 9.0 if rank else 0.0, 6: 5.0 if rank == 1 else 0.0}
+        return 0.01, waits_s.get(step, 0.0)
+
+    assert SimulatedSteps(3, 3, times).run(60).events == [("stalled", 1, "data")]
+
+
 def test_stalled_steps_are_reported_up_to_a_limit() -> None:
     def times(step: int, rank: int) -> tuple[float, float]:
         return 5.0 if rank == 3 and step % 50 == 20 else 0.02, 0.0
