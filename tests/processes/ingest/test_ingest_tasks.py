@@ -323,7 +323,7 @@ def test_finished_input_splits_are_kept_after_a_storage_error(
     once = reads[1]
     expected = [4 + once, *[once] * 4, 2 * once]
     assert reads == expected, (
-        "titles, quote, delimiter, decimal mark take the first file, the first pass all files, the second the missing one"
+        "titles, quote, delimiter, decimal take the first file, the first pass all files, the second the missing one"
     )
     ingest(options_for(tmp_path / "in", tmp_path / "undisturbed"))
     assert read_all([out / "part-00000.parquet"]) == read_all([tmp_path / "undisturbed" / "part-00000.parquet"])
