@@ -373,6 +373,8 @@ def test_the_bounds_of_the_falls_of_all_recalls_hold_together() -> None:
     champion, challenger = wrong_for(LABELS, 0.1, 1), wrong_for(LABELS, 0.3, 2)
     figures = [compare(champion, challenger, confidence=confidence)[0].recalls["dog"] for confidence in (0.8, 0.95)]
     first, second = (recall.champion - recall.challenger - recall.least_drop for recall in figures)
+    # Blocks in which both are equally good leave no doubt.
+    assert compare(champion, champion)[0].recalls["dog"].least_drop == 0
     assert second / first == pytest.approx(NormalDist().inv_cdf(1 - 0.05 / 6) / NormalDist().inv_cdf(1 - 0.2 / 6))
 
 
