@@ -84,9 +84,9 @@ def check_kept_state(context: PreflightContext) -> list[str]:
 
 def _kept_since_first_call(task: Task, model: nn.Module) -> str | None:
     """Returns the name of a number that a used model has other than a new one, or of a tensor that it has besides."""
-    new_model = build_without_values(task.build_model)
-    if new_model is None and sum(p.numel() for p in model.parameters()) <= _MAX_PARAMETERS:
-        new_model = task.build_model()
+    # Only for large models, since a build without values imports PyTorch's compiler.
+    is_small = sum(p.numel() for p in model.parameters()) <= _MAX_PARAMETERS
+    new_model = task.build_model() if is_small else build_without_values(task.build_model)
     if new_model is None:
         return None
     used, new = (kept_values(_list_roots(task, one)) for one in (model, new_model))
