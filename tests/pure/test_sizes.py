@@ -21,7 +21,7 @@ CEILINGS = {
     "ray_app/drill": 3_039,
     "ray_app/driver": 3_177,
     "ray_app/evaluate": 663,
-    "ray_app/ingest": 9_346,
+    "ray_app/ingest": 9_347,
     "ray_app/keras": 1_514,
     "ray_app/models": 2_334,
     "ray_app/plan": 1_007,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_200,
     "ray_app/*.py": 2_488,
-    "tests": 79_548,
+    "tests": 79_549,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

@@ -164,13 +164,14 @@ def recognize_delimiter(file: File, layout: CsvFormat) -> str:
 def recognize_decimal(file: File, layout: CsvFormat) -> str:
     """Returns the decimal mark of a file.
 
-    It is a comma if numbers of the first rows have one, and none has a point. 1,234 may be a thousand.
+    It is a comma, where that does not divide values, if numbers of the first rows have one, and none has a point. 1,234
+    may be a thousand.
     """
     rows = parse_first_rows(layout.read_head(file), layout.delimiter, layout.quote)
     values = [value.strip() for row in rows for value in row]
     numbers = [value for value in values if _NUMBER.fullmatch(value) and ("," in value or "." in value)]
     is_point = any("." in value for value in numbers) or all(map(_THOUSANDS.fullmatch, numbers))
-    return "." if is_point else ","
+    return "." if is_point or layout.delimiter == "," else ","
 
 
 def recognize_quote(file: File, layout: CsvFormat) -> str:

@@ -92,6 +92,7 @@ READ: dict[str, tuple[str | bytes, dict[str, Any], dict[str, Any], str | None]] 
         "a semicolon was recognized",
     ),
     "recognized decimal commas": ("p;w\n1,5;x\n-2000,25;y\n", {}, {"p": [1.5, -2000.25]}, "a semicolon was recognized"),
+    "pairs in quotes": ('n,p\n1,"1,2"\n2,"3,4"\n', {}, {"p": ["1,2", "3,4"]}, "column 'p' is text"),
     **{f"{value} with a comma": text(value, "2,5", decimal=",") for value in ("1.5", "1.234", "1,5,0")},
     "truth values": ('w\nTrue\nfalse\n""\nTRUE\n', {}, {"w": [True, False, None, True]}, ""),
     "truth values and numbers": (
