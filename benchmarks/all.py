@@ -1,6 +1,6 @@
 """Measures all ratios of docs/figures.md that need no GPU, one benchmark after the other, and stores them in a file.
 
-python benchmarks/all.py --quick --out before.json     # one or two rounds each; about 15 minutes on two cores
+python benchmarks/all.py --quick --out before.json     # few rounds and steps; about 20 minutes on two cores
 python benchmarks/all.py --out ratios.json             # the rounds of docs/figures.md; about three hours
 python benchmarks/compare.py before.json ratios.json
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import RATIOS_FILE, ROOT
+from benchmarks.harness import QUICK, RATIOS_FILE, ROOT
 
 BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "small_step.py": (["--rounds", "5"], ["--rounds", "1"]),
     "model_steps.py": ([], ["--rounds", "1", "--model", "gru", "--model", "table"]),
-    "keras_fit.py": (["--rounds", "5"], ["--rounds", "2"]),
+    "keras_fit.py": (["--rounds", "5"], ["--rounds", "1"]),
     "ddp_step.py": (["--rounds", "5"], ["--rounds", "1"]),
     "ddp_step.py --strategy fsdp": (["--rounds", "5"], ["--rounds", "1"]),
     "start.py": (["--rounds", "5"], ["--rounds", "1", "--parts", "command"]),
@@ -33,9 +33,9 @@ BENCHMARKS: dict[str, tuple[list[str], list[str]]] = {
     "tracking.py": (["--rounds", "5"], ["--rounds", "1"]),
     "evaluator.py": (["--rounds", "3"], ["--rounds", "1"]),
     "checkpoint_stall.py": (["--rounds", "5"], ["--rounds", "1"]),
-    "resume.py": (["--rounds", "9"], ["--rounds", "2"]),
-    "recovery.py": ([], ["--only", "kill", "--rounds", "1"]),
-    "strategies.py": ([], ["--tiny"]),
+    "resume.py": (["--rounds", "9"], ["--rounds", "1"]),
+    "recovery.py": ([], ["--only", "kill", "--rounds", "1", "--without", "torchrun"]),
+    "strategies.py": ([], ["--tiny", "--models", "small"]),
     "tune.py": ([], ["--quick", "--rounds", "1"]),
     "long_run.py": (["--rounds", "3"], ["--steps", "20000", "--rounds", "1"]),
 }
@@ -51,7 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.out.exists():
         sys.exit(f"{options.out} exists. Remove it, or name another file.")
-    environment = os.environ | {RATIOS_FILE: str(options.out.resolve())}
+    environment = os.environ | {RATIOS_FILE: str(options.out.resolve())} | ({QUICK: "1"} if options.quick else {})
     failed, first_start = [], time.monotonic()
     for name in options.only or BENCHMARKS:
         whole, quick = BENCHMARKS[name]

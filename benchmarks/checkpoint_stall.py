@@ -34,14 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from benchmarks.harness import ROOT, ingest_rows
+from benchmarks.harness import NULL, ROOT, ingest_rows, scaled, store_ratios
 from ray_app.config.config import Config
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.train.job import Job
 from ray_app.train.membership import SingleProcessMembership
 
 BATCH = 64
-PERIOD, PAIRS = 20, 4
+PERIOD, PAIRS = 20, max(2, scaled(4))
 FIRST = PERIOD + PERIOD // 2
 LAST = FIRST + 2 * PERIOD * PAIRS
 """Steps between which throughput is measured: periods of 20 steps in turn with one checkpoint in the middle, and with
@@ -207,6 +207,9 @@ def report(costs_by_side: dict[str, list[Cost]]) -> None:
         "stall of a checkpoint / torch.save + fsync", stalls, 0.08, 0.05, median(stalls) <= 0.08, median(stalls) <= 0.05
     )
     through = [ours.throughput for ours in costs_by_side[OURS]]
+    store_ratios("stall of a checkpoint", SAVE, {OURS: stalls})
+    slower = {name: [1 / cost.throughput for cost in costs] for name, costs in costs_by_side.items()}
+    store_ratios("time with a checkpoint every 20 steps", NONE, {OURS: slower[OURS], f"{NONE} {NULL}": slower[NONE]})
     print_bar(
         "throughput, a checkpoint every 20 steps / none",
         through,

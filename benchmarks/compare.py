@@ -1,6 +1,7 @@
 """Compares two files of `benchmarks/all.py`: which ratios have changed by more than the machine's noise.
 
-The noise of a table is the spread of its null, in which the base is measured against itself, in both files.
+The noise of a table is the spread of its null, in which the base is measured against itself, in both files. A table
+without a null has the largest noise of its file.
 
 python benchmarks/compare.py before.json after.json     # exit code 1 if a ratio has risen
 """
@@ -13,6 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,16 +35,27 @@ class Ratios:
 
 
 def read_ratios(path: Path) -> dict[tuple[str, str], Ratios]:
-    """Returns the ratios of CPU time by title and side, the later ones where a title was measured twice."""
-    ratios = {}
-    for line in path.read_text().splitlines():
-        table = json.loads(line)
-        null = table["ratios"][f"{table['base']} {NULL}"]["cpu"]
-        noise = max(abs(ratio - 1) for ratio in null)
+    """Returns the ratios by title and side, the later ones where a title was measured twice."""
+    ratios, tables = {}, [json.loads(line) for line in path.read_text().splitlines()]
+    noises = [_noise(table) for table in tables]
+    largest = max(filter(None, noises), default=0.0)
+    for table, noise in zip(tables, noises, strict=True):
+        time = _time(table)
         for side, values in table["ratios"].items():
             if side != table["base"] and not side.endswith(f" {NULL}"):
-                ratios[table["title"], side] = Ratios(median(values["cpu"]), noise)
+                ratios[table["title"], side] = Ratios(median(values[time]), largest if noise is None else noise)
     return ratios
+
+
+def _time(table: dict[str, Any]) -> str:
+    """Returns the time that is compared: that of the CPUs, unless it was too short to be measured."""
+    return "cpu" if all(ratio > 0 for values in table["ratios"].values() for ratio in values["cpu"]) else "wall"
+
+
+def _noise(table: dict[str, Any]) -> float | None:
+    """Returns the largest distance of the ratios of a table's null from 1; None without a null."""
+    nulls = [values[_time(table)] for side, values in table["ratios"].items() if side.endswith(f" {NULL}")]
+    return max(abs(ratio - 1) for ratio in nulls[0]) if nulls else None
 
 
 def change(before: Ratios, after: Ratios) -> str:

@@ -27,11 +27,12 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report, scaled, store_ratios
 
 OFF, ON = "evaluation off", "evaluation on"
 CHECKPOINTS, EVERY = 6, 40
-WARM_UP, STEPS = 240, 2640
+WARM_UP = 240
+STEPS = WARM_UP + scaled(2400)
 
 
 def make_config(folder: Path, name: str, **fields: Any) -> Any:
@@ -172,6 +173,7 @@ def main() -> None:
                 strict=True,
             )
             ratios = [sum(a) / sum(b) for a, b in zip(stayed, started, strict=True)]
+            store_ratios("an evaluation", "fresh", {"staying": ratios})
             warm = [median(a[1:]) for a in stayed]
             print(
                 f"seconds per evaluation: {sum(map(sum, stayed)) / options.rounds / CHECKPOINTS:.2f} staying (its start"

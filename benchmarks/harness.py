@@ -23,8 +23,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS_FILE = "RAY_APP_BENCHMARK_RATIOS"
 """The environment variable with the file to which `report` appends a line of JSON for each table."""
+QUICK = "RAY_APP_BENCHMARK_QUICK"
+"""The environment variable that `all.py --quick` sets: a third of the steps."""
 NULL = "again"
 """The last word of the name of the side that measures the base a second time."""
+
+
+def scaled(count: int) -> int:
+    """Returns a number of steps or rows, or a third of it in a quick measurement."""
+    return count // 3 if QUICK in os.environ else count
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,15 @@ def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str,
         ]
         bar = f"{bars[name]:.2f}" if name in bars else ""
         print(f"{name:<26}" + "".join(f"{column:>24}" for column in columns) + f"{bar:>7}")
+    _store(title, base, ratios, bars)
+
+
+def store_ratios(title: str, base: str, ratios_by_side: dict[str, list[float]]) -> None:
+    """Stores ratios of wall time by side, which a benchmark prints in a table of its own; see `RATIOS_FILE`."""
+    _store(title, base, {side: {"wall": ratios, "cpu": ratios} for side, ratios in ratios_by_side.items()}, {})
+
+
+def _store(title: str, base: str, ratios: dict[str, dict[str, list[float]]], bars: dict[str, float]) -> None:
     if path := os.environ.get(RATIOS_FILE):
         with open(path, "a") as file:
             file.write(json.dumps({"title": title, "base": base, "ratios": ratios, "bars": bars}) + "\n")

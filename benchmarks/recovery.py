@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 
 from benchmarks.disturb import BATCH, CHECKPOINT_EVERY, ROWS, Disturber, Scenario, StepLog, goodput, start_nodes
-from benchmarks.harness import ROOT, ingest_rows
+from benchmarks.harness import ROOT, ingest_rows, store_ratios
 from benchmarks.stock_recovery import make_rows, run_ray, run_torchrun
 
 _TWO_NODES = Scenario("lose", workers=(1, 4), before=4, nodes=(2, 2), stable_s=8.0)
@@ -223,9 +223,9 @@ def end_tree(process: subprocess.Popen[str]) -> None:
         one.kill()
 
 
-def measure_figure(figure: str, rounds: int) -> dict[str, list[Measured]]:
-    """Measures all sides in turn, `rounds` times; a round with a failed side is reported and left out."""
-    names = ["ours", *(bar.other for bar in BARS[figure] if bar.other)]
+def measure_figure(figure: str, rounds: int, without: str | None) -> dict[str, list[Measured]]:
+    """Measures all sides but one in turn, `rounds` times; a round with a failed side is reported and left out."""
+    names = ["ours", *(bar.other for bar in BARS[figure] if bar.other and bar.other != without)]
     measured_by_side: dict[str, list[Measured]] = {name: [] for name in names}
     for number in range(rounds):
         round_measured: dict[str, Measured] = {}
@@ -258,9 +258,13 @@ def report(measured_by_figure: dict[str, dict[str, list[Measured]]]) -> None:
             print(f"{figure:<22}no round succeeded")
             continue
         for bar in BARS[figure]:
+            if bar.other and bar.other not in measured_by_side:
+                continue
             ours = [m[bar.value] for m in measured_by_side["ours"]]
             other = [m[bar.value] for m in measured_by_side[bar.other]] if bar.other else []
             ratios = [a / b for a, b in zip(ours, other, strict=True)] if other else ours
+            if other:
+                store_ratios(f"recovery: {figure}", bar.other, {"ours": ratios})
             unit = {"next_s": "s", "redone": "steps"}.get(bar.value, "")
             title = figure if bar.value in ("next_s", "goodput") else f"{figure}: steps redone"
             columns = [
@@ -300,13 +304,14 @@ def main() -> None:
         "--only", choices=list(SCENARIOS), action="append", help="only this figure; may be given several times"
     )
     parser.add_argument("--side", choices=["ours", "stock", "torchrun"], help=argparse.SUPPRESS)
+    parser.add_argument("--without", choices=["torchrun"], help="leave a side out")
     options = parser.parse_args()
     if options.side:
         run_side(options.side, options.only[0])
         return
     # An exit by exception also ends the started processes.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
-    report({figure: measure_figure(figure, options.rounds) for figure in options.only or SCENARIOS})
+    report({figure: measure_figure(figure, options.rounds, options.without) for figure in options.only or SCENARIOS})
 
 
 if __name__ == "__main__":

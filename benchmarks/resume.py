@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from benchmarks.harness import ROOT, ingest_rows
+from benchmarks.harness import ROOT, ingest_rows, store_ratios
 from ray_app.data.feed import Feed
 from ray_app.data.ray_tasks import fetch_ray
 from ray_app.data.windows import StreamedWindows
@@ -95,6 +95,12 @@ def report(seconds_by_side: dict[str, list[float]]) -> None:
         f" medians (range)"
     )
     print(f"{'first batch':<16}{'seconds':>24}{'/ at 1 %':>24}{'bar':>7}{'stretch':>9}")
+    early = seconds_by_side[EARLY]
+    store_ratios(
+        "first batch",
+        EARLY,
+        {n: [s / e for s, e in zip(seconds_by_side[n], early, strict=True)] for n in (LATE, AGAIN)},
+    )
     for name, seconds in seconds_by_side.items():
         ratio = median(seconds) / median(seconds_by_side[EARLY])
         ratios = [s / base for s, base in zip(seconds, seconds_by_side[EARLY], strict=True)]

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, ingest_rows, report, run_side, scaled
 
-ROWS, BATCH = 50_000, 32
-WARM_UP, STEPS = 1563, 4689
+ROWS, BATCH = scaled(50_000), 32
+WARM_UP = -(-ROWS // BATCH)
+STEPS = 3 * WARM_UP
 _EVALUATED_TOGETHER = 256
 KERAS = ROOT / ".venv-keras" / "bin" / "python"
 

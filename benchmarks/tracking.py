@@ -20,13 +20,14 @@ from statistics import median
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report
+from benchmarks.harness import ROOT, Sample, Stopwatch, alternate, report, scaled
 
 OFF, ON = "tracking off", "tracking on"
 AWAY = "tracking on, no server"
 BAR = 1.02
 WORKERS = 2
-WARM_UP, STEPS = 120, 620
+WARM_UP = 120
+STEPS = WARM_UP + scaled(500)
 
 
 class Digits:
