@@ -382,11 +382,12 @@ def _hide_default_group() -> None:
 
 
 def _replace_questions(replacements: dict[Callable[..., int], Callable[..., int]]) -> None:
-    """Replaces functions in `torch.distributed`, and in modules but torch's that have imported them by their names."""
+    """Replaces functions in `torch.distributed`, and in modules but torch's that have imported them, by any name."""
+    by_id = {id(function): replacement for function, replacement in replacements.items()}
     for key, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and (module is dist or key.partition(".")[0] != "torch"):
             names = vars(module)
-            names |= {name: replacements[names[name]] for name in _QUESTIONS if names.get(name) in replacements}
+            names |= {name: by_id[id(value)] for name, value in list(names.items()) if id(value) in by_id}
 
 
 def _ask_of_group(name: str, group: Any = None) -> int:

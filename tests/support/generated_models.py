@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import get_world_size
+from torch.distributed import get_world_size as count_ranks
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -206,7 +206,7 @@ class Chosen(nn.Module):
 
 def _ask_for_ranks() -> int:
     try:
-        return get_world_size()
+        return count_ranks()
     except (RuntimeError, ValueError):
         return 1
 
