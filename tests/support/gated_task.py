@@ -17,12 +17,12 @@ _losses = _predictions = 0
 
 
 class GatedTask(ImageClassification):
-    """Digits, blocked before the given gradient of each process until `<gate>/open` exists; a blocked process creates
-    `<gate>/reached`.
+    """Digits, blocked before the given gradient of each actor until `<gate>/open` exists; a blocked actor creates
+    `<gate>/reached`. Checks in a driver see no counter that changes.
 
     Args:
         gate: Folder of the two files.
-        wait_before: Gradients that a process computes before it waits.
+        wait_before: The gradient of an actor before which it waits; 0: the checks in a driver wait before their first.
         pixel_max: See `ImageClassification`.
     """
 
@@ -33,7 +33,7 @@ class GatedTask(ImageClassification):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy, slow enough that a request to stop arrives before the last step."""
         global _losses
-        _losses += 1
+        _losses += _is_in_actor()
         time.sleep(_SLOW_S)
         if _losses == self.wait_before:
             Path(self.gate, "reached").touch()
@@ -43,7 +43,7 @@ class GatedTask(ImageClassification):
 
 
 class GatedPrediction(GatedTask):
-    """Digits, blocked before the given batch of predictions of each actor instead; a dry run in a driver is not."""
+    """Digits, blocked before the given batch of predictions of each actor instead."""
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Cross-entropy."""
@@ -52,9 +52,13 @@ class GatedPrediction(GatedTask):
     def predictions(self, outputs: Tensor, batch: Batch) -> dict[str, npt.NDArray]:
         """See `ImageClassification`."""
         global _predictions
-        _predictions += ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+        _predictions += _is_in_actor()
         if _predictions == self.wait_before:
             Path(self.gate, "reached").touch()
             while not Path(self.gate, "open").exists():
                 time.sleep(_LOOK_S)
         return super().predictions(outputs, batch)
+
+
+def _is_in_actor() -> bool:
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None

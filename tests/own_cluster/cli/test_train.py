@@ -176,7 +176,7 @@ def test_sigterm_before_the_first_step_interrupts_the_run_cleanly(
     gated = [
         "--task.class_path=tests.support.gated_task.GatedTask",
         "--task.init_args",
-        json.dumps({"gate": str(gate), "wait_before": 1}),
+        json.dumps({"gate": str(gate), "wait_before": 0}),
     ]
     in_dry_run = start(make_arguments(*gated))
     started = start(make_arguments("--run.name=started", "--scaling.max_workers=1", "--data.eval_path=null"))
