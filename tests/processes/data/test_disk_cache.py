@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -207,6 +208,16 @@ def test_a_small_limit_caches_some_rows(job: Job, caplog: pytest.LogCaptureFixtu
     cache.close()
 
 
+def test_a_cache_has_capacity_for_all_rows_and_a_place_in_the_index_for_each(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache_module, "_MIN_CAPACITY", 0)
+    cache = open_job_cache(job)
+    row_bytes = 32 + sum(spec.row_bytes for spec in job.source.fields.values())
+    assert size_of(job) == round(1.25 * 97 * row_bytes) + 8 * (1 + 97)
+    cache.close()
+
+
 @pytest.mark.rest
 def test_the_capacity_follows_the_limit_of_the_only_open_handle(job: Job) -> None:
     def read_with(gb: float) -> tuple[int, int]:
@@ -333,7 +344,8 @@ def test_a_cache_of_another_user_is_not_used(
 def test_every_user_has_a_default_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     open_cache(job.source, "", None, 1.0).close()
-    assert (tmp_path / f"ray_app-{os.getuid()}" / "cache" / cache_key(job.source, "") / INDEX).exists()
+    cache = tmp_path / f"ray_app-{os.getuid()}" / "cache" / cache_key(job.source, "")
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in cache.iterdir()} == {INDEX: 0o600, STORED: 0o600}
 
 
 def test_without_a_usable_folder_there_is_no_cache(job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -370,6 +370,33 @@ def test_a_step_above_the_bytes_of_a_block_is_gathered_alone(
     assert set(blocks) == {1}
 
 
+def test_a_seek_keeps_streams_that_go_on_there_and_closes_those_of_unwanted_logical_workers(
+    datasets: dict[str, Dataset],
+) -> None:
+    dataset = datasets["prime and ragged"]
+    plan = plan_of(dataset)
+    opened, closed = list[range](), list[range]()
+
+    class RecordedWindows(CachedWindows):
+        def __init__(self, logical_workers: range) -> None:
+            super().__init__(load_all(fetch_in_process, source_of(dataset, plan, 6)))
+            self._logical_workers = logical_workers
+            opened.append(logical_workers)
+
+        def close(self) -> None:
+            closed.append(self._logical_workers)
+
+    feed = Feed(plan, lambda cursor, logical_workers: RecordedWindows(logical_workers), CPU)
+    for step in range(EPOCHS * plan.steps_per_epoch):
+        feed.seek(Cursor.at(step, plan.steps_per_epoch), range(4))
+        feed.next()
+    assert (opened, closed) == ([range(4)], [])
+    for assigned in (range(2), range(4)):
+        feed.seek(Cursor(), assigned)
+    assert (opened, closed) == ([range(4), range(2), range(2, 4)], [range(4)])
+    feed.close()
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("open_windows", OPENERS)
 @pytest.mark.parametrize(("every", "steps"), [(3, 5), (5, 1)], ids=["back", "ahead"])
@@ -413,6 +440,8 @@ def test_augmentation_keys_depend_on_seed_epoch_and_row_only(datasets: dict[str,
     assert len(set(first.values())) == len(first) == EPOCHS * dataset.manifest.num_rows
     assert not set(first.values()) & set(keys(seed=4).values())
     assert min(first.values()) >= 0
+    # Other keys would augment the rows of all runs in another way.
+    assert (first[0, 0], first[1, 102]) == (618614072183754669, 5371836672407890873)
 
 
 def test_the_sum_of_row_hashes_does_not_depend_on_the_order(datasets: dict[str, Dataset]) -> None:

@@ -229,6 +229,14 @@ def test_decode_first_row_takes_a_row_without_missing_values(tmp_path: Path) -> 
     assert decode_first_row(dataset, ["row", "x"], decode_row_numbers, max_bad=1)["row"].tolist() == [1]
 
 
+def test_a_column_to_read_may_be_a_field_of_images_and_has_to_exist(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "t.parquet", pa.table({"i": [{"bytes": b"a", "path": "b"}]}))
+    dataset = open_dataset(str(tmp_path))
+    assert decode_first_row(dataset, ["i.path"], dict) == {"i.path": ["b"]}
+    with pytest.raises(DataError, match=r"'p\.path'"):
+        decode_first_row(dataset, ["p.path"], dict)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 @pytest.mark.parametrize("column", ["x", "y"])
 def test_tabular_tasks_refuse_numbers_that_are_not_finite(value: float, column: str) -> None:

@@ -166,16 +166,20 @@ def test_a_retraining_that_lost_its_lease_records_nothing_more(config: Config, s
     assert read_audit_entries(watch.paths) == []
 
 
-def test_the_next_start_continues_with_the_first_unrecorded_stage(config: Config) -> None:
+def test_the_next_start_continues_with_the_first_unrecorded_stage(
+    config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
     watch = TakeOver(config, "concluded")
     with pytest.raises(LeaseLostError):
         start(config, watch)
     # The other scheduler has ended.
     RunPaths(watch.paths.root).fence(2).unlink()
     second = StageObserver(config)
-    assert start(config, second).kind == "data refused"
+    assert retrain(config, SECTION, at=second).kind == "data refused"
     assert list(second.recorded_at) == ["concluded", "recorded"], "a recorded stage was repeated"
-    assert [entry["what"] for entry in read_audit_entries(second.paths)] == ["data refused"]
+    [entry] = read_audit_entries(second.paths)
+    assert entry["what"] == "data refused"
+    assert entry["decision"]["reason"] in capsys.readouterr().out
 
 
 @pytest.mark.rest
@@ -336,13 +340,16 @@ def test_an_unrecorded_promotion_is_recorded_although_other_data_was_delivered(
         "1",
     )
     assert (second["what"], second["champion_before"]) == ("data refused", "2")
+    assert (promotion.round.read("concluded") or {})["before"] == "1"
     champion = promotion.champion()
     assert (champion.version.version, champion.metric_when_promoted("accuracy")) == ("2", 0.9)
     assert champion.delivery is not None
     assert champion.delivery.digest == promotion.data
     assert champion.version.tags.get("ray_app.data_digest", promotion.data) == promotion.data
     assert champion.profiles.train is not None
-    assert start(config, StageObserver(config)).kind == "data refused"
+    again = StageObserver(config)
+    assert start(config, again).kind == "data refused"
+    assert again.recorded_at == {}, "data that was refused is validated again for the same champion"
     assert len(read_audit_entries(promotion.paths)) == 2
 
 

@@ -283,6 +283,8 @@ def test_joining_events_stopped_at_any_write_loses_and_duplicates_none(
     expected, before = read_events(paths), {file: file.read_bytes() for file in Path(str(paths.events)).iterdir()}
     reader = EventsReader(paths)
     assert reader.read_new() == expected
+    join_events(paths)
+    assert len(list_files(paths.events)) == 20, "recent events were joined"
     for after in (False, True):
         for effect in range(1, 1000):
             shutil.rmtree(str(paths.events))

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ray_app.config.config import Config
@@ -124,6 +124,7 @@ def test_of_numbers_and_booleans_only_long_numbers_are_secrets() -> None:
         ('{"password": "a\\"b", "n": 1}', '{"password": "***", "n": 1}'),
         ('"{\\"client_secret\\": \\"ab\\"}"', '"{\\"client_secret\\": \\"***\\"}"'),
         ("line 3\npassword: hunter2\n", "line 3\npassword: ***\n"),
+        ("smtp_pass=a1b2", "smtp_pass=***"),
         ("train.py --hf-token a1b2 --x 1", "train.py --hf-token *** --x 1"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMII=\n-----END", "-----BEGIN RSA PRIVATE KEY-----***-----END"),
         ("-----BEGIN PRIVATE KEY-----\\n" + "M" * 64 + " was read", "-----BEGIN PRIVATE KEY-----*** was read"),
@@ -159,7 +160,7 @@ def test_what_shows_itself_to_be_a_secret_is_redacted(text: str, expected: str) 
             "sort_key=time, primary_key='id', key=lambda x: x",
         ),
         *("InvalidTokenError: the call failed", "sk-learn-based-classifiers-are-many", "pass=0.93 compass=north"),
-        *("code=404 keypoints=17", "author=me?page=2#key", "hf_hub and ghp_ are prefixes"),
+        *("code=404 keypoints=17", "author=me?page=2#key", "hf_hub and ghp_ are prefixes", "?pad_token=a1&string=b2"),
     ],
 )
 def test_other_texts_stay(text: str) -> None:
@@ -222,6 +223,9 @@ SECRETS = st.text(st.characters(codec="utf-8", exclude_characters="*"), min_size
     st.text(max_size=20),
     st.sampled_from(["raw", "json", "ascii", "repr", "url", "html"]),
 )
+@example(["\"é'canary"], "", "json")
+@example(["\"é'canary"], "", "ascii")
+@example(["\néa'canary"], "", "repr")
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_secrets_are_redacted_in_every_quoting(secrets: list[str], around: str, form: str) -> None:
     module._registered.clear()
@@ -237,12 +241,13 @@ def test_secrets_are_redacted_in_every_quoting(secrets: list[str], around: str, 
     text = around.join(quoted(secret) for secret in secrets)
     for secret in secrets:
         assert quoted(secret) not in redact(text)
+    assert {redact(quoted(secret)) for secret in secrets} == {"***"}, "parts of a secret are left"
 
 
 def test_overlapping_and_multiline_secrets_are_redacted() -> None:
     pem = "-----BEGIN KEY-----\nMIIEvQIBADANBgkqhkiG9w0\n-----END KEY-----"
-    register_secrets({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem})
-    assert redact("<abcdefghijkl>") == "<***>"
+    register_secrets({"a": {"token": "abcdefgh"}, "b": {"token": "efghijkl"}, "private_key": pem, "pwd": 8 * "x"})
+    assert redact("<abcdefghijkl>, <xxxxxxxxx>") == "<***>, <***>"
     assert "MIIEvQ" not in redact("line 2 is MIIEvQIBADANBgkqhkiG9w0")
 
 

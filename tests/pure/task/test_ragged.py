@@ -217,6 +217,7 @@ def test_columns_keep_rows_of_any_length(rows: list[list[int]], data: st.DataObj
     assert isinstance(restored, Ragged)
     assert [restored.row(i).tolist() for i in range(len(restored))] == rows[cut:] + rows[:cut]
     assert (restored.fill, restored.multiple, restored.values.dtype) == (-7, 2, np.int16)
+    assert len(from_column(moved.column(0).slice(0, 0), spec)) == 0
     again = concat_ragged([ragged[:cut], ragged[cut:]])
     assert [again.row(i).tolist() for i in range(len(again))] == rows
 
