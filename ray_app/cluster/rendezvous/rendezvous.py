@@ -197,7 +197,7 @@ class Rendezvous:
             exit=exits,
             stored_step=self._stored_step,
             is_for_waiting=waits,
-            formed=None if waits or not heartbeat.wait_number else member.formed,
+            formed=member.formed if heartbeat.wait_number else None,
             period_s=period_s,
         )
         member.dump = False

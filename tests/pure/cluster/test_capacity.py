@@ -26,7 +26,7 @@ def test_shuffle_windows_that_fit_on_no_node_are_refused_with_their_sizes(
     row_bytes = sum(spec.row_bytes for spec in job.fields.values())
     worker_bytes = 100 * row_bytes
     with caplog.at_level(logging.WARNING):
-        check_window_memory(job, 4, [node(9 * worker_bytes), node(10 * worker_bytes)])
+        check_window_memory(job, 4, [node(9 * worker_bytes), node(10 * worker_bytes), node(1) | {"Alive": False}])
     assert not caplog.messages
     with caplog.at_level(logging.WARNING):
         check_window_memory(job, 4, [node(3 * worker_bytes)])

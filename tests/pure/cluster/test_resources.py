@@ -4,6 +4,7 @@ parameter servers.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
@@ -277,13 +278,13 @@ def test_all_resolves_to_the_cores_or_gpus_of_a_single_machine(monkeypatch: pyte
 def test_the_next_run_of_a_session_resolves_all_as_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started: list[str] = []
-    monkeypatch.setattr(ray, "init", lambda **_: started.append("cluster"))
+    starts, module_times = itertools.count(), {"task.py": 1}
+    monkeypatch.setattr(ray, "init", lambda **_: started.append(f"cluster {next(starts)}"))
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(started))
     monkeypatch.setattr(ray, "shutdown", started.clear)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 64.0})
     monkeypatch.setattr(ray, "nodes", lambda: NODES)
-    # An installed package and a notebook have no module of the user.
-    monkeypatch.setattr(resources_module, "module_times", dict)
+    monkeypatch.setattr(resources_module, "module_times", module_times.copy)
     workers = resolve_scaling(ALL).scaling.max_workers
     with session():
         for _ in range(2):
@@ -294,8 +295,12 @@ def test_the_next_run_of_a_session_resolves_all_as_the_first_does(monkeypatch: p
                 policy = policy_of()
                 policy.after_controller_start(None)
                 assert policy.reserved_workers([]) is None
+            assert started == ["cluster 0"]
             assert keeps_local_cluster()
             assert resolve_scaling(ALL).scaling.max_workers == workers
+        module_times["task.py"] = 2
+        with cluster(ALL):
+            assert started == ["cluster 1"], "the processes of the other cluster have the old module"
     assert not started
 
 

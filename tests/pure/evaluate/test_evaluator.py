@@ -22,7 +22,7 @@ from ray_app.config.config import Config
 from ray_app.config.sections import EvaluateSection
 from ray_app.data.reader import fetch_in_process, load_all
 from ray_app.devices import HOST, KINDS
-from ray_app.errors import RunHeldError
+from ray_app.errors import ConfigError, RunHeldError
 from ray_app.evaluate import evaluator as actor
 from ray_app.evaluate.evaluator import Evaluator, count_deaths_in_a_row
 from ray_app.evaluate.job import EvaluationJob, pending_commits
@@ -299,21 +299,24 @@ def test_an_evaluator_of_a_superseded_start_ends_without_closing_the_run(
         assert evaluator.error() is None
 
 
-def test_a_failed_evaluator_without_driver_closes_the_run(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError("the metric is broken"), ConfigError("the metric has no mode")])
+def test_a_failed_evaluator_without_driver_closes_the_run(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     monkeypatch.setattr(actor, "LIFE_S", 0.5)
     lease = acquire_lease(job.paths)
     write_checkpoint(job, 1)
     closed: list[str] = []
 
     def broken(_: Commit) -> None:
-        raise ValueError("the metric is broken")
+        raise error
 
     with evaluating(replace(job, fence=lease.fence), broken, closed.append) as evaluator:
         wait_until(lambda: evaluator.error() is not None, "it gives up")
         assert closed == []
         lease.release()
         wait_until(evaluator.stopped.is_set, "it ends")
-    assert evaluator.error() == "ValueError: the metric is broken"
+    assert evaluator.error() == f"{type(error).__name__}: {error}"
     assert closed == [job.run_root]
     assert read_evaluations(job.paths) == []
 

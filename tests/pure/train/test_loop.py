@@ -30,6 +30,7 @@ from ray_app.train.context import WorkerContext
 from ray_app.train.job import Hooks, Job
 from ray_app.train.loop import MAX_BROKEN_GENERATIONS, train
 from ray_app.train.membership import DrainedError, Flags, GenerationInfo, Phase, SingleProcessMembership
+from ray_app.train.state.state import NO_STATE
 from tests.support.local_world import TinyImages, make_job, write_images
 
 CPU = torch.device("cpu")
@@ -56,16 +57,21 @@ class Regrouping(SingleProcessMembership):
 
 
 class MemorySender(SnapshotSender):
-    """Keeps the newest snapshot in this process, as snapshot actors do."""
+    """Keeps the newest snapshot in this process, as snapshot actors do; it arrives once the worker waits for it."""
 
     def __init__(self) -> None:
         super().__init__([])
         self.newest_snapshot: tuple[Snapshot, list[StepRecord]] | None = None
+        self.sent_snapshot: tuple[Snapshot, list[StepRecord]] | None = None
 
     def send(self, take: Callable[[], Snapshot], records: list[StepRecord]) -> None:
+        self.wait()
         snapshot = take()
         model = {name: values.clone() for name, values in snapshot.model.items()}
-        self.newest_snapshot = Snapshot(**vars(snapshot) | {"model": model}), records
+        self.sent_snapshot = Snapshot(**vars(snapshot) | {"model": model}), records
+
+    def wait(self) -> None:
+        self.newest_snapshot = self.sent_snapshot
 
     def newest(self) -> tuple[Snapshot, list[StepRecord]] | None:
         return self.newest_snapshot
@@ -121,6 +127,8 @@ def test_checkpoints_are_written_by_steps_and_by_epochs(new_job: Callable[..., J
     job = new_job(checkpoint__every_steps=5, checkpoint__every_epochs=1, checkpoint__keep_last=9, train__epochs=2)
     train_alone(job)
     assert committed_steps(job) == job.planned_evaluations(16) == [5, 8, 10, 15, 16]
+    branch = dataclasses.replace(job, config=job.config.replace(run__branch_point="8-sha"))
+    assert branch.planned_evaluations(16) == [8, 10, 15, 16], "the other run has evaluated the steps before"
 
 
 class Outage:
@@ -246,14 +254,20 @@ def test_a_checkpoint_that_is_older_than_the_snapshot_is_not_read(
 
 def test_each_loss_has_its_own_recovery(new_job: Callable[..., Job]) -> None:
     """This holds although no generation has ended in order between the losses."""
-    job, steps_to_lose = new_job(), [3, 6]
+    job, membership = new_job(), Regrouping()
+    steps_to_lose, reported = [3, 6], set[tuple[int, int]]()
 
     def lose(rank: int, step: int) -> None:
         if rank == 0 and step in steps_to_lose:
             steps_to_lose.remove(step)
             raise PeerLostError("lost")
 
-    train(WorkerContext(job, Regrouping(), cache_windows, CPU, Hooks(after_step=lose)))
+    def note_record(phase: str, rank: int, step: int) -> None:
+        reported.add((step, membership.newest.step if membership.newest is not None else 0))
+
+    train(WorkerContext(job, membership, cache_windows, CPU, Hooks(after_step=lose, at=note_record)))
+    steps = {(step, step) for step in range(1 + job.total_steps)}
+    assert reported == {(NO_STATE, 0)} | steps, "the newest record is that of the last step in every phase"
     formed = [event.details["lost_s"] for event in read_events(job.paths, "formed")[1:]]
     records, _ = read_records(job.paths)
     assert records[6].time_s <= formed[1], "the second recovery begins at the time of the first loss"
@@ -268,6 +282,7 @@ def test_a_worker_that_waits_for_the_storage_enters_the_phase_saving(new_job: Ca
     assert len(waits) == 3, "expected a wait before each of the two checkpoints, and one for the last one"
     assert all(membership.phases[i + 1] != "saving" for i in waits)
     assert membership.phases[-1] == "done"
+    assert membership.phases.count("compute") == job.total_steps
 
 
 def test_early_stopping_works_although_a_checkpoint_could_not_be_written(

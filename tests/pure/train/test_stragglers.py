@@ -98,6 +98,12 @@ def test_a_worker_that_spends_other_time_is_detected_with_that_cause() -> None:
     ]
 
 
+def test_a_straggler_with_short_steps_is_observed_for_as_long() -> None:
+    """After three steps come three windows, each of at least 0.2 s, that is, of 17 steps."""
+    steps = SimulatedSteps(2, 2, lambda step, rank: (0.01 if rank else 0.005, 0.0)).run(100)
+    assert [step for step, _ in steps.reports] == [3 + 3 * 17]
+
+
 def test_one_long_wait_for_data_is_reported_once_as_stalled() -> None:
     def times(step: int, rank: int) -> tuple[float, float]:
         return 0.02, 30.0 if rank == 1 and step == 40 else 0.0
@@ -169,6 +175,14 @@ def test_moves_become_rare_where_they_do_not_help() -> None:
     steps.times = lambda step, rank: (0.02 * (1 + step % 997 / 300 if (step // 60 + rank) % 2 else 1.0), 0.0)
     steps.run(5000)
     assert len(steps.moves) <= 12
+
+
+def test_the_pause_before_a_move_doubles_with_each_move() -> None:
+    """Each move helps, but makes the other worker the straggler; the first window after one ends after 13 steps."""
+    steps = SimulatedSteps(2, 8, lambda step, rank: (0.0, 0.0), balances=True)
+    steps.times = lambda step, rank: (0.5 ** len(steps.moves) * (0.08 if rank == len(steps.moves) % 2 else 0.02), 0.0)
+    steps.run(175)
+    assert np.diff([0, *(step for step, _ in steps.moves)]).tolist() == [23, 23, 43, 83]
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=6), st.integers(0, 10))

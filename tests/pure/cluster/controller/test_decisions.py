@@ -58,6 +58,7 @@ def name_of(state: ControllerState) -> str:
 STATES: list[tuple[str, ControllerState, Decision]] = [
     ("stop", state_of(possible=4, is_stopping=True), StopWaiting()),
     ("start", state_of(possible=3), Start(3, may_grow=False)),
+    ("start", state_of(possible=2), Start(2, may_grow=False)),
     ("wait", state_of(possible=1), Wait("nodes for 1 of at least 2 workers; waiting for capacity")),
     ("restart", state_of({"a": FAILED, "b": FAILED}), Restart({0: ERROR, 1: ERROR})),
     (

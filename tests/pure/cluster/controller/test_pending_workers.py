@@ -14,7 +14,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
 from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
 
 from ray_app.cluster.controller import pending_workers as module
-from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers
+from ray_app.cluster.controller.pending_workers import NO_CAPACITY, PendingWorkers, Slot
 from ray_app.cluster.controller.worker_group import WorkersFailedToStartError
 from tests.support.controller import SLOT, create_workers, initialize_contexts, make_group, start_group
 
@@ -35,12 +35,13 @@ class Method:
 
 
 class Node:
-    """A node on which new workers are as `now` says: `dead`, `ready`, or `slow` (they do not answer)."""
+    """A node on which new workers are as `now` says: `dead`, `ready`, or `slow` (they answer once it `is_fast`)."""
 
     def __init__(self) -> None:
         self.now = "dead"
         self.prepared = list[bool]()
-        self.number = 0
+        self.number, self.waited_s = 0, 0.0
+        self.is_fast, self.reserved = False, dict[str, Any]()
 
     def options(self, **unused: Any) -> Node:
         return self
@@ -68,15 +69,16 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Node:
             raise WorkerDiedError("the node kills who comes")
         return SimpleNamespace(node_id="n", gpu_ids=reference.split()[1:])
 
-    def wait(references: list[str], **_: Any) -> tuple[list[str], list[str]]:
-        return [ref for ref in references if not ref.startswith("slow")], []
+    def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        fake_node.waited_s += timeout
+        return [ref for ref in references if fake_node.is_fast or not ref.startswith("slow")], []
 
     fake_ray = {
         "get": get,
         "wait": wait,
         "kill": lambda actor: None,
         "exceptions": ray.exceptions,
-        "remote": lambda **_: lambda worker_class: fake_node,
+        "remote": lambda **reserved: (fake_node.reserved.update(reserved), lambda worker_class: fake_node)[1],
     }
     monkeypatch.setattr(module, "ray", SimpleNamespace(**fake_ray))
     for name in ("placement_group", "remove_placement_group", "PlacementGroupSchedulingStrategy"):
@@ -103,6 +105,11 @@ def test_each_slot_is_queried_once_and_workers_without_a_slot_are_given_up(
     assert [pending_workers.poll() for _ in range(9)] == [[]] * 9
     assert len(pending_workers) == 2
     assert queries == {"a": 1, "no slot": 1, "b": 1}
+
+
+def test_a_worker_reserves_what_its_slot_has(node: Node) -> None:
+    PendingWorkers(None, 1, bool).start(1, Slot({"GPU": 0.5, "TPU": 1.0}, {}))
+    assert node.reserved == {"num_cpus": 0, "num_gpus": 0.5, "resources": {"TPU": 1.0}}
 
 
 def test_a_ready_worker_does_not_hide_that_others_die_during_preparation(node: Node) -> None:
@@ -185,6 +192,18 @@ def test_waiting_for_pending_workers_ends_at_a_stop(node: Node) -> None:
     pending_workers.start(2, SLOT)
     assert pending_workers.wait_until_ready(2) == []
     assert next(stop_checks) == 5
+    assert node.waited_s == 4 * 0.5, "it waits between two polls"
+
+
+def test_the_worker_that_has_been_ready_for_the_longest_time_is_taken_first(node: Node) -> None:
+    pending_workers = PendingWorkers(None, 1, bool)
+    for now in ("slow", "ready"):
+        node.now = now
+        pending_workers.start(1, SLOT)
+    pending_workers.poll()
+    node.is_fast = True
+    pending_workers.poll()
+    assert [worker.metadata.gpu_ids for worker in pending_workers.take_ready(2)] == [["2"], ["1"]]
 
 
 class ActorDiedError(ray.exceptions.RayActorError):

@@ -24,6 +24,7 @@ def test_the_first_generation_waits_for_all_expected_workers(workers: WorkerSet)
     assert workers.formed() == {}
     workers.join("c")
     assert workers.formed() == {"a": (1, 0, 3), "b": (1, 1, 3), "c": (1, 2, 3)}
+    assert workers.beat("a").formed is None, "a worker that does not wait needs no generation"
 
 
 def test_fewer_workers_than_the_minimum_wait_unless_the_run_stops(workers: WorkerSet) -> None:
@@ -411,14 +412,17 @@ def test_a_stall_while_several_compute_ends_only_those_that_do_not_return() -> N
 
 def test_a_heartbeat_of_an_old_generation_does_not_change_the_watchdog_limit(workers: WorkerSet) -> None:
     workers.start("abc")
+    workers.beat("a", step=1)
     stale = workers.heartbeats["c"]
     workers.rendezvous.on_disconnect("c")
     workers.join("ab", was_broken=True)
     assert sorted(workers.formed(1)) == ["a", "b"]
+    first_limit_s = workers.rendezvous.status().limit_s
     for name in "ab":
         workers.beat(name)
     workers.beat("a", step=2)
     limit_s = workers.rendezvous.status().limit_s
+    assert limit_s < first_limit_s, "the first step of a generation has a longer limit"
     workers.rendezvous.handle_heartbeat(stale)
     assert workers.rendezvous.status().limit_s == limit_s
 
