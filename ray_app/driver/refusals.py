@@ -8,13 +8,16 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import ray_app.task
 from ray_app.config.import_paths import EXTRAS, explain_extra, iter_class_paths, load_class
 from ray_app.errors import join_names
 from ray_app.task.base import Task
@@ -208,8 +211,8 @@ def explain_missing(class_path: str, base: type) -> str | None:
         try:
             parent = _import_part(parent, ".".join(parts[: i + 1]), part)
         except AttributeError:
-            names = _names_in(parent, base, i == len(parts) - 1)
-            return _explain_missing_part(class_path, before, part, names, parts[i + 1 :])
+            names, path = _names_in(parent, base, i == len(parts) - 1), _find_class(parts[0], parts[-1], base)
+            return _explain_missing_part(class_path, before, part, names, parts[i + 1 :], path)
         except Exception as error:
             return (
                 f"class_path is {class_path!r}, but {'.'.join(parts[: i + 1])} cannot be imported:"
@@ -247,14 +250,27 @@ def _names_in(parent: Any, base: type, is_last: bool) -> list[str]:
     return sorted(classes if is_last and classes else [*classes, *modules])
 
 
-def _explain_missing_part(class_path: str, before: str, part: str, names: list[str], after: list[str]) -> str:
+def _find_class(package: str, name: str, base: type) -> str | None:
+    """Returns the import path of a class, which is looked for in the imported modules of a package and in all tasks."""
+    for module in pkgutil.iter_modules(ray_app.task.__path__, "ray_app.task."):
+        with suppress(ImportError):
+            importlib.import_module(module.name)
+    values = (getattr(module, name, None) for key, module in list(sys.modules.items()) if key.startswith(f"{package}."))
+    found = next((value for value in values if isinstance(value, type) and issubclass(value, base)), None)
+    return f"{found.__module__}.{name}" if found is not None else None
+
+
+def _explain_missing_part(
+    class_path: str, before: str, part: str, names: list[str], after: list[str], path: str | None
+) -> str:
     """Returns the message about a missing part of an import path, with the `names` that exist in its place."""
     if not before and part in EXTRAS:
         return f"class_path is {class_path!r}, but {part} is {explain_extra(part)}."
     missing = f"there is no module {part!r} where Python looks (in the current folder or PYTHONPATH)"
     problem = f"class_path is {class_path!r}, but {f'{before} has no {part!r}' if before else missing}"
-    if nearest := _nearest(part, names):
-        return f"{problem}. Did you mean {'.'.join(filter(None, [before, nearest, *after]))}?"
+    nearest = _nearest(part, names)
+    if path or nearest:
+        return f"{problem}. Did you mean {path or '.'.join(filter(None, [before, nearest, *after]))}?"
     return f"{problem}. The names there are {join_names(names)}." if before and names else f"{problem}."
 
 

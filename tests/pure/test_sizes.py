@@ -19,7 +19,7 @@ CEILINGS = {
     "ray_app/config": 1_858,
     "ray_app/data": 4_594,
     "ray_app/drill": 3_039,
-    "ray_app/driver": 3_177,
+    "ray_app/driver": 3_193,
     "ray_app/evaluate": 663,
     "ray_app/ingest": 9_347,
     "ray_app/keras": 1_514,
@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_200,
     "ray_app/*.py": 2_488,
-    "tests": 79_679,
+    "tests": 79_682,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 
