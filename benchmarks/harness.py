@@ -133,7 +133,7 @@ def report(title: str, samples_by_side: dict[str, list[Sample]], bars: dict[str,
             _spread(cpus),
         ]
         bar = f"{bars[name]:.2f}" if name in bars else ""
-        print(f"{name:<26}" + "".join(f"{column:>24}" for column in columns) + f"{bar:>7}")
+        print(f"{name:<26}" + "".join(f" {column:>23}" for column in columns) + f"{bar:>7}")
     _store(title, base, ratios, bars)
 
 

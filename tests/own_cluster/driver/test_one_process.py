@@ -34,8 +34,14 @@ def config(name, **fields):
 def trained(name, **fields):
     return run_training(config(name, **fields), quiet).status
 
+def is_prepared(process):
+    try:
+        return process.name() == "ray::IDLE" and "libtorch_cpu" in str(process.memory_maps())
+    except psutil.NoSuchProcess:
+        return False
+
 def prepared():
-    return {p.pid for p in me.children(recursive=True) if p.name() == "ray::IDLE" and "libtorch_cpu" in str(p.memory_maps())}
+    return {process.pid for process in me.children(recursive=True) if is_prepared(process)}
 
 def children():
     return sorted(each.name() for each in me.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE)
