@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ray_app.task.image import ImageClassification
 from ray_app.testing import cache_windows
 from ray_app.train.context import WorkerContext
 from ray_app.train.job import Job, OpenWindows
@@ -16,7 +18,7 @@ from ray_app.train.strategies.parameter_server.coordinator import Coordinator, U
 from ray_app.train.strategies.parameter_server.protocol import UnitResult
 from ray_app.train.strategies.parameter_server.server import ParameterServer
 from ray_app.train.strategies.parameter_server.worker import ParameterWorker
-from tests.support.local_world import CPU
+from tests.support.local_world import CPU, make_job
 
 _MAX_TURNS = 1000
 
@@ -127,3 +129,16 @@ class ServerWorld:
         self.close()
         self.coordinator = Coordinator(self.job, self.servers)
         self.workers = {name: self.worker(name) for name in self.workers}
+
+
+def make_server_job(folder: Path, data: Path, **fields: Any) -> Job:
+    defaults: dict[str, Any] = {
+        "train__strategy": "parameter_server",
+        "train__servers": 2,
+        "train__epochs": 2,
+        "checkpoint__every_epochs": None,
+        "checkpoint__every_steps": 5,
+        "checkpoint__keep_last": 10,
+    }
+    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
+    return make_job(folder, data, logical_workers=4, batch=12, **({"task": task} | defaults | fields))

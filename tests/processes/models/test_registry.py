@@ -33,7 +33,7 @@ from ray_app.errors import ConfigError, RegistryError, RunExistsError
 from ray_app.models import loader
 from ray_app.models import registry as registry_module
 from ray_app.models.export import fetch_package
-from ray_app.models.package import make_package, read_fields, sources_of
+from ray_app.models.package import make_package, read_fields
 from ray_app.models.registry import champion_of, download_version, promote, register, resolve_version
 from ray_app.preflight.prepare import claim, prepare
 from ray_app.retry import Retry
@@ -44,6 +44,7 @@ from ray_app.track.mlflow_client import connect
 from tests.support.finished_run import FinishedRun
 from tests.support.mlflow_server import MlflowServer, load_pyfunc, make_database
 from tests.support.paths import ROOT
+from tests.support.tabular_task import FIELDS, tabular_task
 
 
 class Scaled(TabularClassification):
@@ -238,19 +239,6 @@ def test_a_model_that_cannot_be_exported_is_registered_with_its_code(server: str
     assert pickles_in(Path(imports["folder"])) == []
 
 
-FIELDS = {
-    "features": np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
-    "label": np.array([0, 1]),
-    "scale": np.array([2.0, 3.0], np.float32),
-}
-
-
-def tabular_task(kind: type[TabularClassification]) -> tuple[Any, nn.Module]:
-    task = kind.__new__(kind)
-    vars(task).update(label="label", features=["a"], hidden=[4], dropout=0.5, scale=1.0, inputs=3, num_classes=2)
-    return task, task.build_model()
-
-
 @pytest.mark.rest
 def test_several_inputs_and_outputs_are_named(tmp_path: Path) -> None:
     import mlflow.pyfunc
@@ -317,43 +305,6 @@ def test_fields_that_forward_reads_in_any_way_are_inputs() -> None:
     assert read_fields(task, model, FIELDS) == list(FIELDS)
     task.forward = lambda model, batch: sum(value.sum() for value in batch.values())
     assert read_fields(task, model, FIELDS) == list(FIELDS)
-
-
-def test_an_archive_with_pickles_in_it_is_refused(tmp_path: Path) -> None:
-    task, model = tabular_task(TabularClassification)
-    good = make_package(task, model, FIELDS, tmp_path / "package").folder / "data" / "model" / loader.EXPORTED
-    loader.load_exported(good)
-    exported = torch.export.load(good)
-    exported.example_inputs = ((torch.zeros(2, 3),), {})
-    torch.export.save(exported, tmp_path / "inputs.pt2")
-    with pytest.raises(ValueError, match=r"sample_inputs/model.pt may hold pickled code"):
-        loader.load_exported(tmp_path / "inputs.pt2")
-    with zipfile.ZipFile(good) as whole, zipfile.ZipFile(tmp_path / "weights.pt2", "w") as other:
-        for member in whole.namelist():
-            other.writestr(member, whole.read(member).replace(b'"use_pickle": false', b'"use_pickle": true', 1))
-    with pytest.raises(ValueError, match="is pickled"):
-        loader.load_exported(tmp_path / "weights.pt2")
-
-
-def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    folder = tmp_path / "own_tasks" / "deep"
-    folder.mkdir(parents=True)
-    (folder / "one.py").write_text("import json\nfrom . import two\nif TYPE_CHECKING:\n    import ray\n")
-    (folder / "two.py").write_text("def f():\n    import torchvision\n    from ray_app.plan.hashing import key\n")
-    sources = sources_of("own_tasks.deep.one")
-    assert sorted(sources.files) == [
-        "own_tasks.deep.one",
-        "own_tasks.deep.two",
-        "ray_app",
-        "ray_app.plan",
-        "ray_app.plan.hashing",
-        "ray_app.version",
-    ]
-    assert sources.libraries == {"torchvision", "numpy"}
-    (folder / "two.py").write_text("import ray\n")
-    with pytest.raises(RegistryError, match="imports ray"):
-        sources_of("own_tasks.deep.one")
 
 
 class LostCallError(Exception):

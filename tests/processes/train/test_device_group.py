@@ -6,8 +6,6 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ray_app.errors import PeerLostError, TaskError
-from ray_app.reduction.peer_errors import clear_group, collective, launch_guard, set_group, translate_peer_errors
+from ray_app.reduction.peer_errors import collective, launch_guard, translate_peer_errors
 from ray_app.reduction.world import World
 from ray_app.runlog.journal import read_events
 from ray_app.task.user_code import user_code
@@ -45,133 +43,6 @@ from tests.support.waiting import wait_until
 
 STEP_COLLECTIVES = ("all_to_all_single", "broadcast", "all_gather_single", "allreduce")
 """The collectives of a step: gradients, buffers and sums on the device, then the table of statistics on the host."""
-LOCAL_ERRORS = [
-    torch.OutOfMemoryError(OUT_OF_MEMORY),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    dist.DistBackendError(
-        "NCCL error in: ProcessGroupNCCL.cpp:1, unhandled cuda error. Cuda failure 2 'out of memory'"
-    ),
-    torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700),
-    RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
-    RuntimeError("Expected tensor on cuda:0 but found tensor on cuda:1"),
-    RuntimeError("Unsupported tensor data type for NCCL"),
-    RuntimeError("NCCL AllReduce failed: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
-    RuntimeError("Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)"),
-    torch.AcceleratorError("a broken pipe of this device"),
-    torch.OutOfMemoryError("no memory for a buffer of gloo"),
-    dist.DistBackendError("NCCL error, invalid usage (run with NCCL_DEBUG=WARN for details): Duplicate GPU detected"),
-]
-PEER_ERRORS = [
-    RuntimeError(
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:4711"
-    ),
-    RuntimeError("Application timeout caused pair closure"),
-    RuntimeError("Gloo connectFullMesh failed with [...] no error"),
-    dist.DistNetworkError("The client socket has timed out after 60000ms"),
-    dist.DistStoreError("wait timeout after 1000ms, keys: /out of memory"),
-    dist.DistBackendError("NCCL communicator was aborted on rank 1"),
-    dist.DistBackendError("NCCL operation failed"),
-    RuntimeError("NCCL communicator was aborted after a previous error"),
-    RuntimeError("NCCL Async Error: remote process exited or there was a network error"),
-    RuntimeError("failed to get async error: remote process exited or there was a network error"),
-    RuntimeError("NCCL operation timed out"),
-    RuntimeError("ProcessGroupNCCL not initialized"),
-    RuntimeError("ProcessGroupNCCL has been finalized"),
-    RuntimeError("NCCL GroupEnd failed: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
-    RuntimeError("NCCL User Rank failed: remote process exited or there was a network error"),
-    RuntimeError(
-        "Failed to initialize NCCL communicator: unhandled system error (run with NCCL_DEBUG=INFO for details)"
-    ),
-    RuntimeError("Failed to get NCCL unique ID: internal error - please report this issue to the NCCL developers"),
-]
-
-
-@pytest.mark.parametrize("error", LOCAL_ERRORS, ids=lambda error: str(error)[:20])
-def test_an_error_unrelated_to_peers_is_raised_unchanged(error: RuntimeError) -> None:
-    with pytest.raises(RuntimeError) as caught, collective():
-        raise error
-    assert caught.value is error
-
-
-@pytest.mark.parametrize("error", PEER_ERRORS, ids=lambda error: str(error)[:20])
-def test_an_error_caused_by_a_peer_becomes_peer_lost_error(error: RuntimeError) -> None:
-    with pytest.raises(PeerLostError, match="a collective failed"), collective():
-        raise error
-
-
-@dataclasses.dataclass
-class StubGroup:
-    """A process group with a fixed state."""
-
-    is_aborted: bool = False
-    failed: bool = False
-
-    def has_failed(self) -> bool:
-        return self.failed
-
-    def check_device_errors(self) -> None:
-        """Raises nothing: the device has no error."""
-
-
-@contextmanager
-def current_group(group: StubGroup) -> Iterator[None]:
-    """Makes a group the process group of this process within a context."""
-    set_group(group)
-    try:
-        yield
-    finally:
-        clear_group(group)
-
-
-def error_of_collective(error: Exception) -> Exception:
-    """Returns the error that `collective` raises for an error of its body."""
-    with pytest.raises((PeerLostError, type(error))) as caught, collective():
-        raise error
-    return caught.value
-
-
-def error_of_user_code(error: Exception) -> Exception:
-    """Returns the error that a generation raises for an error of user code."""
-    with pytest.raises((PeerLostError, TaskError)) as caught, translate_peer_errors(), user_code(lambda: "the update"):
-        raise error
-    return caught.value
-
-
-UNKNOWN_ERROR = RuntimeError("words of no version that is known")
-
-
-def test_any_error_of_a_collective_after_a_backend_failure_is_a_lost_peer() -> None:
-    with current_group(StubGroup()):
-        assert error_of_collective(UNKNOWN_ERROR) is UNKNOWN_ERROR
-    with current_group(StubGroup(failed=True)):
-        assert isinstance(error_of_collective(UNKNOWN_ERROR), PeerLostError)
-    assert error_of_collective(UNKNOWN_ERROR) is UNKNOWN_ERROR, "there is no current group any more"
-
-
-def test_an_aborted_group_starts_no_collective() -> None:
-    launches = []
-    with (
-        current_group(StubGroup(is_aborted=True)),
-        pytest.raises(PeerLostError, match="process group is aborted"),
-        collective(),
-    ):
-        launches.append("a launch on a communicator that another thread aborts")
-    assert not launches
-
-
-@pytest.mark.parametrize("error", [UNKNOWN_ERROR, ValueError("not in range")], ids=["RuntimeError", "ValueError"])
-def test_an_error_of_user_code_is_a_lost_peer_only_in_a_broken_group(error: Exception) -> None:
-    with current_group(StubGroup()):
-        assert isinstance(error_of_user_code(error), TaskError)
-    with current_group(StubGroup(failed=True)):
-        assert isinstance(error_of_user_code(error), PeerLostError)
-    with current_group(StubGroup(is_aborted=True)):
-        assert isinstance(error_of_user_code(error), PeerLostError)
-
-
-@pytest.mark.parametrize("error", PEER_ERRORS, ids=lambda error: str(error)[:20])
-def test_user_code_that_raises_the_text_of_a_peer_error_gets_a_task_error(error: RuntimeError) -> None:
-    assert isinstance(error_of_user_code(error), TaskError)
 
 
 def all_reduce_in_user_code(rank: int, store: Path) -> str:
@@ -419,18 +290,6 @@ def test_an_abort_ends_the_wait_for_a_peer_that_is_lost_while_it_connects(
     first, second = worker_pool.call(2, abort_while_a_peer_is_missing, store.port)
     assert isinstance(second.error, KilledError)
     assert first.value == "the process group was aborted while it formed", first.trace
-
-
-def test_a_group_is_stuck_long_after_an_abort_that_did_not_end_its_forming(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = ProcessGroup()
-    group.is_forming = True
-    states = [group.is_stuck]
-    group.abort()
-    states.append(group.is_stuck)
-    monkeypatch.setattr(process_group, "_STUCK_S", -1.0)
-    states.append(group.is_stuck)
-    group.is_forming = False
-    assert [*states, group.is_stuck] == [False, False, True, False]
 
 
 def abort_groups_that_wait_for_each_other(rank: int, store: Path, port: int) -> int:

@@ -18,8 +18,11 @@ from torch import nn
 from ray_app.checkpoint.format import params_digest
 from ray_app.errors import ConfigError
 from ray_app.models import loader
+from ray_app.models.package import make_package
 from ray_app.predict.actor import Model
+from ray_app.task.tabular import TabularClassification
 from tests.support.mutations import Malicious
+from tests.support.tabular_task import FIELDS, tabular_task
 
 Members = dict[str, bytes]
 """The members of an archive by name, without its folder."""
@@ -221,3 +224,19 @@ def test_the_digest_is_compared_before_the_program_is_loaded(members: Members, m
     with pytest.raises(ConfigError, match="none of its code was executed: its parameters have the digest"):
         wrong.load(torch.device("cpu"))
     assert loaded == []
+
+
+def test_an_archive_with_pickles_in_it_is_refused(tmp_path: Path) -> None:
+    task, model = tabular_task(TabularClassification)
+    good = make_package(task, model, FIELDS, tmp_path / "package").folder / "data" / "model" / loader.EXPORTED
+    loader.load_exported(good)
+    exported = torch.export.load(good)
+    exported.example_inputs = ((torch.zeros(2, 3),), {})
+    torch.export.save(exported, tmp_path / "inputs.pt2")
+    with pytest.raises(ValueError, match=r"sample_inputs/model.pt may hold pickled code"):
+        loader.load_exported(tmp_path / "inputs.pt2")
+    with zipfile.ZipFile(good) as whole, zipfile.ZipFile(tmp_path / "weights.pt2", "w") as other:
+        for member in whole.namelist():
+            other.writestr(member, whole.read(member).replace(b'"use_pickle": false', b'"use_pickle": true', 1))
+    with pytest.raises(ValueError, match="is pickled"):
+        loader.load_exported(tmp_path / "weights.pt2")

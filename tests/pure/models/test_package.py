@@ -1,4 +1,4 @@
-"""The outputs of a package are compared with those of the trained model."""
+"""The outputs of a package are compared with those of the trained model, and its code is found through imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ray_app.errors import RegistryError
 from ray_app.models import loader
-from ray_app.models.package import compare_outputs, write_files
+from ray_app.models.package import compare_outputs, sources_of, write_files
 from ray_app.task.base import Batch
 from ray_app.task.ragged import Ragged
 from ray_app.task.tabular import TabularClassification
@@ -61,3 +61,24 @@ def test_output_shapes_follow_the_length_of_ragged_fields(tmp_path: Path, max_le
     files = write_files(task, nn.Embedding(10, 2), rows, tmp_path)
     assert files.input_shapes == {"tokens": (-1, -1)}
     assert files.output_shapes == {"token": (-1, length, 2), "first": (-1, 2, 2), "text": (-1, 2)}
+
+
+def test_code_is_found_through_imports_and_ray_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "own_tasks" / "deep"
+    folder.mkdir(parents=True)
+    (folder / "one.py").write_text("import json\nfrom . import two\nif TYPE_CHECKING:\n    import ray\n")
+    (folder / "two.py").write_text("def f():\n    import torchvision\n    from ray_app.plan.hashing import key\n")
+    sources = sources_of("own_tasks.deep.one")
+    assert sorted(sources.files) == [
+        "own_tasks.deep.one",
+        "own_tasks.deep.two",
+        "ray_app",
+        "ray_app.plan",
+        "ray_app.plan.hashing",
+        "ray_app.version",
+    ]
+    assert sources.libraries == {"torchvision", "numpy"}
+    (folder / "two.py").write_text("import ray\n")
+    with pytest.raises(RegistryError, match="imports ray"):
+        sources_of("own_tasks.deep.one")

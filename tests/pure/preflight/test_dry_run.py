@@ -26,7 +26,7 @@ from ray_app.data.dataset import open_dataset
 from ray_app.errors import ConfigError
 from ray_app.preflight import dry_run as dry_run_module
 from ray_app.preflight.checks import CHECKS
-from ray_app.preflight.context import PreflightContext, ReadingRates
+from ray_app.preflight.context import PreflightContext
 from ray_app.preflight.inputs import InitialParameters, read_training_row
 from ray_app.preflight.model_checks import KernelRecorder
 from ray_app.task.base import Batch, Rows
@@ -541,15 +541,6 @@ def test_what_would_train_differently_is_refused(
         dry_run_task(tmp_path, task, **fields)
 
 
-def test_a_shortage_of_cpus_for_reading_is_warned_of() -> None:
-    rates = ReadingRates(decode_s=0.0025, train_rows=3_000)
-    assert rates.find_shortage(workers=1, cpus=8) == []
-    [warning] = rates.find_shortage(workers=2, cpus=8)
-    assert "about 6,000 rows per second" in warning
-    assert "decode only about 3,200 (2.5 ms per row)" in warning
-    assert "about 15 for reading" in warning
-
-
 class SlowImages(TinyImages):
     """Decodes a row in about a million additions."""
 
@@ -578,33 +569,3 @@ def test_the_time_of_a_row_leaves_out_other_processes() -> None:
     began_s = time.perf_counter()
     cpu_s = dry_run_module.seconds_per_row(context, {"x": np.zeros((1, 1))}, evaluates=False)
     assert 4 * cpu_s < time.perf_counter() - began_s
-
-
-@pytest.mark.parametrize(
-    ("fields", "rows", "times"),
-    [
-        ({}, 10_000, None),
-        # 10 steps of 100 rows by 2 workers take 150 s, and an evaluation of 10,000 rows on one thread 500 s.
-        ({"checkpoint__every_steps": 10}, 10_000, "3.3"),
-        ({"checkpoint__every_steps": 10, "evaluate__num_cpus": 4}, 10_000, None),
-        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 10_000, "1.7"),
-        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 5_000, None),
-        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1}, 10_000, "16.7"),
-        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, 10_000, None),
-        # An evaluation of a few seconds.
-        ({"checkpoint__every_steps": 1}, 500, None),
-    ],
-)
-def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rows: int, times: str | None
-) -> None:
-    data = write_images(tmp_path / "data", [[400]])
-    shape = {"checkpoint__every_epochs": None, "train__epochs": 100, "data__eval_path": str(data)}
-    job = make_job(tmp_path / "run", data, logical_workers=2, batch=100, task=TinyImages(), **(shape | fields))
-    monkeypatch.setattr(dry_run_module, "seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
-    source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
-    context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
-    warnings = dry_run_module.check_evaluation_time(context)
-    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (
-        [times] if times is not None else []
-    )

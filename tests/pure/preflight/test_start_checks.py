@@ -1,12 +1,14 @@
 """Refusals and warnings of a start before the first step: classes, columns, labels, micro-batches of one row, masks,
-tasks.
+tasks, the time of reading and evaluation.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,12 +30,14 @@ from ray_app.errors import BadRowError, ConfigError, DataError
 from ray_app.plan.manifest import ColumnFacts, DataFacts, find_similar_names
 from ray_app.plan.order import Segment
 from ray_app.predict.predict import refuse_missing_values
+from ray_app.preflight import dry_run as dry_run_module
 from ray_app.preflight.checks import Check
-from ray_app.preflight.context import CheckResult, PreflightContext
+from ray_app.preflight.context import CheckResult, PreflightContext, ReadingRates
 from ray_app.preflight.prepare import Prepared, claim, prepare
 from ray_app.task.classification import classification_metrics
 from ray_app.task.module import ModuleTask
 from ray_app.task.schema import named_classes, refuse_other_names, refuse_other_schema, schema_of
+from tests.support.local_world import TinyImages, make_job, write_images
 
 TABULAR = "ray_app.task.tabular.TabularClassification"
 MODULE = "ray_app.task.module.ModuleTask"
@@ -436,3 +440,42 @@ def test_a_refused_dry_run_of_a_trial_is_refused_again(tmp_path: Path, dry_runs:
         with pytest.raises(ConfigError, match="dry run with one row failed"):
             prepare(config, 1)
     assert dry_runs == ["one row"] * 2
+
+
+def test_a_shortage_of_cpus_for_reading_is_warned_of() -> None:
+    rates = ReadingRates(decode_s=0.0025, train_rows=3_000)
+    assert rates.find_shortage(workers=1, cpus=8) == []
+    [warning] = rates.find_shortage(workers=2, cpus=8)
+    assert "about 6,000 rows per second" in warning
+    assert "decode only about 3,200 (2.5 ms per row)" in warning
+    assert "about 15 for reading" in warning
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "times"),
+    [
+        ({}, 10_000, None),
+        # 10 steps of 100 rows by 2 workers take 150 s, and an evaluation of 10,000 rows on one thread 500 s.
+        ({"checkpoint__every_steps": 10}, 10_000, "3.3"),
+        ({"checkpoint__every_steps": 10, "evaluate__num_cpus": 4}, 10_000, None),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 10_000, "1.7"),
+        ({"checkpoint__every_steps": 10, "evaluate__where": "workers"}, 5_000, None),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1}, 10_000, "16.7"),
+        ({"checkpoint__every_steps": 100, "scaling__gpus_per_worker": 1, "evaluate__num_gpus": 1}, 10_000, None),
+        # An evaluation of a few seconds.
+        ({"checkpoint__every_steps": 1}, 500, None),
+    ],
+)
+def test_an_evaluation_that_takes_longer_than_the_steps_between_checkpoints_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], rows: int, times: str | None
+) -> None:
+    data = write_images(tmp_path / "data", [[400]])
+    shape = {"checkpoint__every_epochs": None, "train__epochs": 100, "data__eval_path": str(data)}
+    job = make_job(tmp_path / "run", data, logical_workers=2, batch=100, task=TinyImages(), **(shape | fields))
+    monkeypatch.setattr(dry_run_module, "seconds_per_row", lambda context, rows, evaluates: 0.05 if evaluates else 0.1)
+    source = SimpleNamespace(manifest=SimpleNamespace(num_rows=rows))
+    context: Any = SimpleNamespace(config=job.config, job=job, eval_rows={}, eval_source=source, rows={})
+    warnings = dry_run_module.check_evaluation_time(context)
+    assert [re.search(r"about ([\d.]+) times as long", warning)[1] for warning in warnings] == (
+        [times] if times is not None else []
+    )

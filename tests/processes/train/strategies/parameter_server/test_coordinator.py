@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import threading
 import time
 from itertools import pairwise
@@ -15,46 +14,28 @@ from typing import Any
 
 import pytest
 import ray
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 from ray_app.checkpoint.format import unpack
 from ray_app.checkpoint.store import CheckpointStore, Commit
 from ray_app.driver.finalize import summarize
-from ray_app.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from ray_app.errors import CheckpointError, ConfigError
 from ray_app.runlog.journal import read_events, read_records
 from ray_app.task.environment import restore_process_state
-from ray_app.task.image import ImageClassification
 from ray_app.testing import TrainedRun, WorkerPool, cache_windows, read_trained_run, stream_windows
 from ray_app.train.job import Hooks, Job
-from ray_app.train.membership import RendezvousStatus, SingleProcessMembership
+from ray_app.train.membership import RendezvousStatus
 from ray_app.train.strategies.parameter_server.actors import CoordinatorActor, RayServers, ServerActor
-from ray_app.train.strategies.parameter_server.coordinator import UnitScheduler
-from ray_app.train.strategies.parameter_server.protocol import CoordinatorReply, UnitResult
 from tests.support.bit_identity import assert_bit_identical
-from tests.support.local_world import CLASSES, TinyImages, make_job
-from tests.support.server_world import ServerWorld
+from tests.support.local_world import CLASSES, TinyImages
+from tests.support.server_world import ServerWorld, make_server_job
 
 ROWS = [[50, 1], [46]]
 CLIPPED = {"train__grad_clip_norm": 0.5}
 ONE_CYCLE = {"class_path": "torch.optim.lr_scheduler.OneCycleLR", "init_args": {"max_lr": 0.02}}
 StepRows = tuple[int, list[int], list[int]]
 """Step, rows and row hashes of a recorded step."""
-
-
-def make_server_job(folder: Path, data: Path, **fields: Any) -> Job:
-    defaults: dict[str, Any] = {
-        "train__strategy": "parameter_server",
-        "train__servers": 2,
-        "train__epochs": 2,
-        "checkpoint__every_epochs": None,
-        "checkpoint__every_steps": 5,
-        "checkpoint__keep_last": 10,
-    }
-    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    return make_job(folder, data, logical_workers=4, batch=12, **({"task": task} | defaults | fields))
 
 
 def train_on_servers(job: Job, workers: int) -> TrainedRun:
@@ -225,23 +206,6 @@ def test_a_leaving_worker_finishes_its_unit_and_takes_no_other(data: Path, tmp_p
     assert len(pushed_units) == len(set(pushed_units)) == 4 * world.job.total_steps, "a unit was done twice"
     formed = [e.details for e in read_events(world.job.paths, "formed")]
     assert [(event["workers"], "lost_s" in event) for event in formed] == [(1, False), (2, False), (1, False)]
-
-
-def test_a_gradient_that_arrives_twice_is_applied_once(data: Path, tmp_path: Path) -> None:
-    """Each server applies each gradient of each logical worker once."""
-    job = make_server_job(
-        tmp_path / "run", data, train__staleness=2, train__max_steps=4, optimizer={"class_path": "torch.optim.Adam"}
-    )
-    world = ServerWorld(job, 2)
-    call = world.servers.call
-
-    def push_twice(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        return (call(method, arguments) and call(method, arguments)) if method == "push" else call(method, arguments)
-
-    world.servers.call = push_twice
-    world.run()
-    state = read_trained_run(job).snapshot.optimizer["state"]
-    assert {int(values["step"]) for values in state.values()} == {4 * 4}
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -465,40 +429,6 @@ def test_steps_that_a_new_coordinator_repeats_are_counted(data: Path, tmp_path: 
     assert summarize(world.job, "finished")["redone_steps"] == 3
 
 
-def test_a_step_with_missing_gradients_is_refused(data: Path, tmp_path: Path) -> None:
-    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
-    while len(world.received(0)) < 2:
-        world.run(turns=1)
-    with pytest.raises(DataError, match=r"Step 0 would end with the gradients of only \[\(0, 2\)\]"):
-        world.servers.servers[0].norms(world.era, 0, [])
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_call_for_another_era_changes_no_state(data: Path, tmp_path: Path, staleness: int) -> None:
-    """A worker that pulled before a server was lost sends its gradient after all servers have rolled back."""
-    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=staleness), 1)
-    world.run(turns=2)
-    server, era = world.servers.servers[0], world.era
-    pulled, received = server.pull(era), world.received(0)
-    assert pulled is not None
-    before = pulled[1].tobytes()
-    zeros = pulled[1] * 0
-    assert server.push(era - 1, 0, 3, zeros, None) is None
-    assert [
-        server.pull(era - 1),
-        server.norms(era - 1, 0, []),
-        server.apply(era - 1, 0, 1.0, 1.0),
-        server.state(era - 1),
-    ] == [None] * 4
-    after = server.pull(era)
-    assert after is not None
-    assert after[1].tobytes() == before
-    assert world.received(0) == received
-    assert 3 not in received, "the gradient arrived already, and would not count again"
-    assert server.push(era, 0, 3, zeros, None) is not None
-    assert 3 in world.received(0)
-
-
 def test_a_step_that_is_applied_twice_counts_once(data: Path, undisturbed: TrainedRun, tmp_path: Path) -> None:
     """A coordinator that got no answer calls again."""
     world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
@@ -510,53 +440,6 @@ def test_a_step_that_is_applied_twice_counts_once(data: Path, undisturbed: Train
     world.servers.call = apply_twice
     world.run()
     assert read_trained_run(world.job).digests == undisturbed.digests
-
-
-def test_a_gradient_sum_that_is_not_finite_changes_no_state(data: Path, tmp_path: Path) -> None:
-    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
-    call = world.servers.call
-
-    def overflow(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        answers = call(method, arguments)
-        return [([math.inf], rest) for _, rest in answers] if method == "norms" and answers is not None else answers
-
-    world.servers.call = overflow
-    with pytest.raises(NonFiniteError):
-        world.run()
-    assert [steps for steps, *_ in call("pull", [(world.era,)] * 2)] == [0, 0]
-
-
-def test_a_step_with_missing_rows_ends_the_run(monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path) -> None:
-    world = ServerWorld(make_server_job(tmp_path / "run", data), 1)
-    ask = world.coordinator.ask
-
-    def drop_row(worker: str, done: UnitResult | None, *rest: Any) -> CoordinatorReply:
-        lacking = done and dataclasses.replace(done, stats=done.stats._replace(rows=done.stats.rows - 1))
-        return ask(worker, lacking, *rest)
-
-    monkeypatch.setattr(world.coordinator, "ask", drop_row)
-    world.add()
-    with pytest.raises(DataError, match=r"skipped 0, 12 were planned"):
-        world.run()
-
-
-def test_a_worker_that_waits_for_servers_is_in_the_phase_reduction(
-    monkeypatch: pytest.MonkeyPatch, data: Path, tmp_path: Path
-) -> None:
-    world = ServerWorld(make_server_job(tmp_path / "run", data, train__max_steps=1), 1)
-    phases, calls = ["starting"], []
-    monkeypatch.setattr(SingleProcessMembership, "enter", lambda _, phase: phases.append(phase))
-    call = world.servers.call
-
-    def record_phase(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        calls.append((method, phases[-1]))
-        return call(method, arguments)
-
-    world.servers.call = record_phase
-    world.run()
-    assert {"pull", "push"} <= {method for method, _ in calls}
-    assert {phase for _, phase in calls} == {"reduction"}
-    assert {"data", "compute"} < set(phases)
 
 
 @pytest.mark.parametrize(
@@ -670,124 +553,6 @@ def test_a_worker_that_runs_ahead_waits_at_the_staleness_bound(data: Path, tmp_p
     assert (units.complete, units.begun) == (0, 3)
 
 
-def test_a_worker_pulls_only_when_its_parameters_lack_required_gradients(data: Path, tmp_path: Path) -> None:
-    """One worker runs ahead to the bound; its next unit needs gradients that are not in its last answer."""
-    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2), 2)
-    call, methods = world.servers.call, list[str]()
-
-    def record_method(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        methods.append(method)
-        return call(method, arguments)
-
-    world.servers.call = record_method
-    world.turn("1")
-    while world.turn("0") and "0" in world.results:
-        pass
-    units_ahead, methods[:] = methods.count("push") - 1, []
-    assert units_ahead == 3 * 2
-    for _ in range(2):
-        # The servers get the first step of this worker, and the coordinator its report.
-        world.turn("1")
-    world.turn("0")
-    assert methods == ["push", "push", "pull", "push"], (
-        "the worker ahead did not check for missing gradients, or the other worker did"
-    )
-    world.run()
-    assert methods.count("pull") < methods.count("push") / 2
-
-
-def test_a_unit_with_a_lost_gradient_starts_from_pulled_parameters(data: Path, tmp_path: Path) -> None:
-    """Only the connection was lost: the era of the servers stays, but the model of the worker has run a forward."""
-    task = ImageClassification(model_args={"channels": 4, "dropout": 0.3})
-    world = ServerWorld(make_server_job(tmp_path / "run", data, train__staleness=2, task=task), 1)
-    call, methods = world.servers.call, list[str]()
-
-    def lose_second_push(method: str, arguments: list[tuple[Any, ...]]) -> list[Any] | None:
-        methods.append(method)
-        return None if method == "push" and methods.count("push") == 2 else call(method, arguments)
-
-    world.servers.call = lose_second_push
-    world.run(turns=3)
-    assert [method for method in methods if method in ("pull", "push")] == ["pull", "push", "push", "pull", "push"]
-
-
-def test_a_gradient_that_is_not_finite_ends_the_run(data: Path, tmp_path: Path) -> None:
-    world = ServerWorld(make_server_job(tmp_path / "run", data, task=TinyImages(bad_rows=(17,))), 2)
-    with pytest.raises(NonFiniteError, match=r"manifest positions \[.*17"):
-        world.run()
-
-
 def test_more_servers_than_parts_of_the_model_are_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.servers is 40, but the model has no more than \d+ parts"):
         ServerWorld(make_server_job(tmp_path / "run", data, train__servers=40), 1)
-
-
-REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200)
-"""Workers that ask for a unit after they have done their last one, and whether they are lost instead."""
-
-
-@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
-def test_units_run_in_order_within_the_bound_and_never_on_two_workers(
-    logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
-) -> None:
-    units, end = UnitScheduler(logical_workers, 3, staleness), 9
-    running: dict[str, tuple[int, int]] = {}
-    done = [3] * logical_workers
-    for worker, dies in requests:
-        if dies:
-            units.lose(worker)
-            running.pop(worker, None)
-            continue
-        if worker in running:
-            step, v = running.pop(worker)
-            assert units.finish(step, v)
-            assert not units.finish(step, v), "a unit counts twice"
-            done[v] += 1
-        unit = units.take(worker, end)
-        if unit is not None:
-            step, v = unit
-            assert step == done[v] < min(end, min(done) + staleness + 1)
-            assert v not in [other for _, other in running.values()], "two workers have the same unit"
-            running[worker] = unit
-    assert units.complete == min(done)
-
-
-@given(st.integers(1, 6), st.integers(0, 3), REQUESTS)
-def test_logical_workers_are_spread_evenly_after_each_worker_has_asked(
-    logical_workers: int, staleness: int, requests: list[tuple[str, bool]]
-) -> None:
-    units, running = UnitScheduler(logical_workers, 3, staleness), dict[str, tuple[int, int]]()
-
-    def ask(worker: str) -> None:
-        if worker in running:
-            units.finish(*running.pop(worker))
-        unit = units.take(worker, 9)
-        if unit is not None:
-            running[worker] = unit
-
-    for worker, dies in requests:
-        if dies:
-            units.lose(worker)
-            running.pop(worker, None)
-        else:
-            ask(worker)
-    ask("a")
-    for worker in units.workers:
-        ask(worker)
-    assigned = [units.assigned_to(worker) for worker in units.workers]
-    assert sorted(itertools.chain(*assigned)) == list(range(logical_workers))
-    counts = [len(of_worker) for of_worker in assigned]
-    assert max(counts) - min(counts) <= 1
-
-
-@pytest.mark.parametrize("name", ["Adam", "SGD"])
-def test_the_servers_update_their_parameters_with_a_fused_optimizer(data: Path, tmp_path: Path, name: str) -> None:
-    optimizer = {"class_path": f"torch.optim.{name}", "init_args": {"lr": 0.01}}
-    world = ServerWorld(make_server_job(tmp_path / "run", data, optimizer=optimizer, train__max_steps=1), 1)
-    world.run()
-    assert [type(used_optimizer).__name__ for used_optimizer in world.optimizers] == [name, name]
-    assert all(
-        group["fused"] is True
-        for used_optimizer in world.optimizers
-        for group in [used_optimizer.defaults, *used_optimizer.param_groups]
-    )
