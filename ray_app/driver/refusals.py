@@ -256,8 +256,8 @@ def _find_class(package: str, name: str, base: type) -> str | None:
         with suppress(ImportError):
             importlib.import_module(module.name)
     values = (getattr(module, name, None) for key, module in list(sys.modules.items()) if key.startswith(f"{package}."))
-    found = next((value for value in values if isinstance(value, type) and issubclass(value, base)), None)
-    return f"{found.__module__}.{name}" if found is not None else None
+    classes = (value for value in values if isinstance(value, type) and issubclass(value, base))
+    return next((f"{defined.__module__}.{name}" for defined in classes), None)
 
 
 def _explain_missing_part(
