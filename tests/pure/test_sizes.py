@@ -39,7 +39,7 @@ CEILINGS = {
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_200,
     "ray_app/*.py": 2_488,
-    "tests": 79_872,
+    "tests": 79_874,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

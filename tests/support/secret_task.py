@@ -15,6 +15,7 @@ from torch import Tensor
 from ray_app.errors import DataError
 from ray_app.task.base import Batch
 from ray_app.task.image import ImageClassification
+from tests.support.gated_task import is_in_actor
 
 _losses = 0
 
@@ -33,7 +34,7 @@ class SecretTask(ImageClassification):
     Args:
         api_token: A secret.
         source: A URI with another secret.
-        fail_at: The number of the loss that raises; 0: none.
+        fail_at: The number of the loss in an actor that raises; 0: none.
         pixel_max: See `ImageClassification`.
     """
 
@@ -47,8 +48,8 @@ class SecretTask(ImageClassification):
         """Returns the cross-entropy; raises an error with the secrets in its message at the loss `fail_at`."""
         global _losses
         if torch.is_grad_enabled():
-            _losses += 1
-            if _losses == self.fail_at:
+            _losses += is_in_actor()
+            if _losses == self.fail_at > 0:
                 text = f"no login at {self.source} with {self.api_token!r} or {quoted(os.environ['CANARY_API_KEY'])}"
                 print(text)
                 raise DataError(text)
