@@ -398,7 +398,8 @@ def _ask_of_group(name: str, group: Any = None) -> int:
 
 
 _QUESTIONS: dict[str, Callable[..., int]] = {
-    "is_initialized": return_false,
+    # An own object: replacements are found by their identity, and others use the function itself.
+    "is_initialized": partial(return_false),
     "get_rank": partial(_ask_of_group, "get_rank"),
     "get_world_size": partial(_ask_of_group, "get_world_size"),
 }

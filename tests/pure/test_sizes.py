@@ -35,11 +35,11 @@ CEILINGS = {
     "ray_app/submit": 744,
     "ray_app/task": 11_353,
     "ray_app/track": 1_019,
-    "ray_app/train": 10_409,
+    "ray_app/train": 10_410,
     "ray_app/tune": 2_242,
     "ray_app/watch": 1_200,
     "ray_app/*.py": 2_488,
-    "tests": 79_874,
+    "tests": 79_891,
 }
 """Lines of Python in each package with its packages, in the single modules of `ray_app`, and in all tests."""
 

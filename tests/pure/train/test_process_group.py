@@ -20,9 +20,16 @@ from ray_app.reduction.overlap import SideStream
 from ray_app.reduction.peer_errors import clear_group, collective, set_group, translate_peer_errors
 from ray_app.reduction.sharded import DeterministicShardedReducer
 from ray_app.reduction.tree import TreeSum, add_lists, tree_parents
+from ray_app.task import metric_states
 from ray_app.task.user_code import user_code
 from ray_app.train import process_group
-from ray_app.train.process_group import ProcessGroup, backend_name, init_default_group, use_interface_of_host
+from ray_app.train.process_group import (
+    ProcessGroup,
+    backend_name,
+    destroy_default_group,
+    init_default_group,
+    use_interface_of_host,
+)
 from tests.support.device_group import OUT_OF_MEMORY
 from tests.support.fake_cuda import DEVICE, RecordingCuda
 
@@ -58,6 +65,16 @@ def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: py
         "NCCL_DEBUG": "WARN",
     }
     assert recorded.options["pg_options"].config.blocking == 0
+
+
+def test_a_group_that_is_destroyed_gives_each_module_its_own_functions_back() -> None:
+    names = ("is_initialized", "get_rank", "get_world_size")
+    init_default_group("gloo", torch.device("cpu"), HashStore(), 0, 1)
+    hidden = {name: getattr(dist, name) for name in names}
+    destroy_default_group()
+    own = {name: getattr(dist.distributed_c10d, name) for name in names}
+    assert {name: getattr(dist, name) for name in names} == own != hidden
+    assert metric_states.return_false not in own.values(), "metrics would ask for the group"
 
 
 def test_nccl_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
