@@ -67,14 +67,14 @@ def test_nccl_is_bound_to_the_device_and_does_not_wait_for_dumps(monkeypatch: py
     assert recorded.options["pg_options"].config.blocking == 0
 
 
-def test_a_group_that_is_destroyed_gives_each_module_its_own_functions_back() -> None:
+def test_a_group_that_is_destroyed_gives_each_module_its_functions_back() -> None:
     names = ("is_initialized", "get_rank", "get_world_size")
     init_default_group("gloo", torch.device("cpu"), HashStore(), 0, 1)
     hidden = {name: getattr(dist, name) for name in names}
     destroy_default_group()
-    own = {name: getattr(dist.distributed_c10d, name) for name in names}
-    assert {name: getattr(dist, name) for name in names} == own != hidden
-    assert metric_states.return_false not in own.values(), "metrics would ask for the group"
+    originals = {name: getattr(dist.distributed_c10d, name) for name in names}
+    assert {name: getattr(dist, name) for name in names} == originals != hidden
+    assert metric_states.return_false not in originals.values(), "metrics would ask for the group"
 
 
 def test_nccl_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
